@@ -1,0 +1,288 @@
+"""Lowering: Program + plan + parallel sizes -> the one SPMD graph that every rank runs.
+
+A transition is inserted where the layout a value has differs from the layout its consumer wants, and is shared by all
+consumers that want the same. Nothing else creates a collective.
+"""
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.fx.node import map_aggregate
+
+from emulator.errors import LayoutError, UsageError
+from emulator.layout.placement import Kind, Layout, Tokens, placement_word
+from emulator.layout.plan import Plan
+from emulator.layout.rank_graph import Boundary, RankGraph, Violation
+from emulator.layout.transitions import transition_steps
+from emulator.model.program import Program
+from emulator.ops.registry import LOCAL, OPS, PARTIAL, Illegal, R, op_name
+from emulator.ops.views import VIEW_RULES
+
+INPUT_KINDS: dict[str, Kind] = {
+    "input_ids": "token",
+    "positions": "token",
+    "slots": "token",
+    "token_mask": "token",
+    "query_lens": "batch",
+    "kv_lens": "batch",
+    "block_table": "batch",
+    "latent_caches": "cache",
+    "index_caches": "cache",
+}
+_CONTAINERS = ("", "model", "model.layers")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value on its way: node in the rank graph, its layout(s), and for dispatched rows the Program's dispatch."""
+
+    node: fx.Node
+    layout: Any
+    dispatch: fx.Node | None = None
+
+
+def lower(program: Program, plan: Plan, sizes: Mapping[str, int], num_tokens: int) -> RankGraph:
+    """The rank graph of a Program under a plan. sizes: lengths of the mesh axes tp and ep.
+
+    Broken layout rules are collected in `violations`. Raises LayoutError where there is no way on, and UsageError when
+    a weight does not divide.
+    """
+    plan.check_modules(program.modules)
+    return _Lowering(program, plan, sizes, num_tokens).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program, plan: Plan, sizes: Mapping[str, int], num_tokens: int):
+        self.program, self.plan, self.sizes = program, plan, sizes
+        self.tokens = Tokens(num_tokens, sizes["tp"])
+        self.out = RankGraph(fx.Graph(), sizes, self.tokens, plan)
+        self.values: dict[fx.Node, _Value] = {}
+        self.converted: dict[tuple[fx.Node, str, Placement], _Value] = {}
+        self.requesters: dict[fx.Node, list[str]] = {}
+        self.edges: dict[Boundary, None] = {}
+
+    def run(self) -> RankGraph:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                kind = INPUT_KINDS[node.target]
+                layout = Layout(kind, (), self.tokens if kind == "token" else None)
+                self._emit(node, self.out.graph.placeholder(node.target), layout)
+            elif node.op == "get_attr":
+                new = self.out.graph.create_node("get_attr", node.target)
+                self._emit(node, new, self._weight_layout(node.target))
+            elif node.op == "call_function":
+                self._call(node)
+            else:
+                value = self._fetch(node.args[0], "")
+                self.out.graph.output(value.node).meta.update(module="", layout=value.layout, origin=None)
+        for node, modules in self.requesters.items():
+            node.meta["module"] = _common_ancestor(modules)
+        order = {node.name: i for i, node in enumerate(self.out.graph.nodes)}
+        self.out.boundaries = sorted(self.edges, key=lambda b: (order[b.node], b.port != "output", -len(b.module)))
+        return self.out
+
+    def _emit(self, origin: fx.Node, node: fx.Node, layout: Any, dispatch: fx.Node | None = None) -> None:
+        traffic = "metadata" if origin.op == "placeholder" else "payload"
+        node.meta.update(module=origin.meta["module"], layout=layout, origin=origin.name, traffic=traffic)
+        self.values[origin] = _Value(node, layout, dispatch)
+
+    def _weight_layout(self, name: str) -> Layout:
+        """Placement of a parameter. A bias follows its weight: split with the out-features, or one rank's share
+        (partial) where the product is partial."""
+        module, _, leaf = name.rpartition(".")
+        parameter = self.program.parameters[name]
+        placements = self.plan.weight_of(module)
+        if leaf == "bias":
+            placements = {a: PARTIAL if p == Shard(1) else p for a, p in placements.items()}
+        for axis, placement in placements.items():
+            if isinstance(placement, Shard):
+                unit = getattr(parameter, "shard_unit", 1) if leaf == "weight" else 1
+                num_units = parameter.shape[placement.dim] // unit
+                if num_units % self.sizes[axis]:
+                    what = f"{num_units} heads of {unit}" if unit > 1 else f"dim {placement.dim} = {num_units}"
+                    raise UsageError(
+                        f"plan {self.plan.name} splits {name} {list(parameter.shape)} over {axis}: "
+                        f"{what} does not divide by {axis} {self.sizes[axis]}"
+                    )
+        return Layout("weight").placed(**{a: p for a, p in placements.items() if self.sizes[a] > 1})
+
+    def _call(self, node: fx.Node) -> None:
+        module = node.meta["module"]
+        arguments = map_aggregate(node.args, lambda a: self._fetch(a, module) if isinstance(a, fx.Node) else a)
+        inputs = list(_tensors(arguments))
+        new = self.out.graph.call_function(
+            node.target, map_aggregate(arguments, lambda a: a.node if isinstance(a, _Value) else a)
+        )
+        dispatch = next((v.dispatch for v in inputs if v.dispatch is not None), None)
+        layout: Any
+        if node.target is operator.getitem:
+            source = inputs[0].layout
+            layout = source[node.args[1]] if isinstance(source, tuple) else source
+        else:
+            layout = self._output_layout(node, arguments, inputs)
+            if op_name(node.target) == "moe_dispatch":
+                dispatch = node
+            elif isinstance(layout, Layout) and layout.kind != "rows":
+                dispatch = None
+        self._emit(node, new, layout, dispatch)
+
+    def _output_layout(self, node: fx.Node, arguments: Any, inputs: list[_Value]) -> Any:
+        """Applies the op's layout rule on every axis; records a Violation and goes on with the rule's fallback."""
+        name = op_name(node.target)
+        if name is None:
+            rule, positional, named = VIEW_RULES[node.target], inputs, {}
+            name, output_kind = node.target.__name__, None
+        else:
+            op = OPS[name]
+            rule, positional, output_kind = op.rule, [], op.output_kind
+            named = {k: v for k, v in zip(op.argument_names, arguments) if isinstance(v, _Value)}
+        base = Layout(output_kind or inputs[0].layout.kind, (), self.tokens)  # type: ignore[arg-type]
+        num_outputs: int | None = None
+        per_axis: dict[str, Any] = {}
+        for axis, size in self.sizes.items():
+            if size == 1 or all(v.layout.on(axis) == R for v in inputs):
+                continue
+            try:
+                result = rule(*[v.layout.on(axis) for v in positional], **{k: v.layout.on(axis) for k, v in named.items()})
+            except Illegal as error:
+                result = self._violate(node, name, inputs, axis, error)
+            per_axis[axis] = result
+            num_outputs = len(result) if isinstance(result, tuple) else None
+        if num_outputs is None:
+            layout = base.placed(**per_axis)
+            has_many = any(u.target is operator.getitem for u in node.users)
+            return (layout,) * (1 + max(u.args[1] for u in node.users)) if has_many else layout
+        return tuple(base.placed(**{a: r[i] for a, r in per_axis.items()}) for i in range(num_outputs))
+
+    def _violate(self, node: fx.Node, name: str, inputs: list[_Value], axis: str, error: Illegal) -> Any:
+        found = " x ".join(placement_word(v.layout.on(axis), v.layout.kind) for v in inputs if v.layout.kind != "batch")
+        violation = Violation(node.meta["module"], name, f"{found} on {axis}", error.allowed, error.reason)
+        self.out.violations.append(violation)
+        if error.fallback is None:
+            raise LayoutError(f"plan {self.plan.name}: {violation}")
+        return error.fallback
+
+    def _fetch(self, origin: fx.Node, consumer: str) -> _Value:
+        """The value as `consumer` wants it: brought to the output layouts of the modules it leaves, inner first, then
+        to the input layouts of the modules it enters, outer first."""
+        value, producer = self.values[origin], origin.meta["module"]
+        if isinstance(value.layout, tuple) or value.layout.kind in ("weight", "batch") or producer == consumer:
+            return value
+        index = origin.args[1] if origin.target is operator.getitem and producer else 0
+        for module in _left(producer, consumer):
+            value = self._convert(value, self.plan.output_of(module), module)
+            self._edge(module, f"output{index or ''}", value, origin)
+        for module in reversed(_left(consumer, producer)):
+            value = self._convert(value, self.plan.input_of(module), module)
+            self._edge(module, "input", value, origin)
+        return value
+
+    def _edge(self, module: str, port: str, value: _Value, origin: fx.Node) -> None:
+        given = origin.args[0] if origin.target is operator.getitem else origin
+        if given.op != "placeholder" and module not in _CONTAINERS:
+            self.edges.setdefault(Boundary(module, port, value.node.name))
+
+    def _convert(self, value: _Value, wanted: tuple[Kind, dict[str, Placement]] | None, module: str) -> _Value:
+        if wanted is None or wanted[0] != value.layout.kind:
+            return value
+        if value.layout.kind == "rows":
+            return self._convert_rows(value, wanted[1], module)
+        for axis, target in wanted[1].items():
+            size = self.sizes[axis]
+            if size == 1 or value.layout.on(axis) == target:
+                continue
+            key = (value.node, axis, target)
+            if key not in self.converted:
+                steps = transition_steps(
+                    value.layout.on(axis), target, axis, size, self.tokens.real, self.tokens.padded
+                )
+                if steps is None:
+                    found, want = placement_word(value.layout.on(axis)), placement_word(target)
+                    raise LayoutError(f"plan {self.plan.name}: {module} wants {want}, but no transition leads from {found}")
+                node = value.node
+                for step in steps:
+                    last = step is steps[-1]
+                    layout = value.layout.placed(**{axis: target}) if last else self._halfway(value.layout, axis, step.op)
+                    node = self._insert(step.op, (node, *step.args), layout, value.node, last)
+                self.converted[key] = _Value(node, value.layout.placed(**{axis: target}))
+            value = self.converted[key]
+            self._request(value.node, module)
+        return value
+
+    def _convert_rows(self, value: _Value, wanted: dict[str, Placement], module: str) -> _Value:
+        """Dispatched rows between the ranks of their tokens and the ranks of their experts: all_to_all on ep."""
+        size, target = self.sizes["ep"], wanted["ep"]
+        if size == 1 or value.layout.on("ep") == target:
+            return value
+        key = (value.node, "ep", target)
+        if key not in self.converted:
+            layout = Layout("rows", (), self.tokens).placed(**wanted)
+            if value.layout.on("tp") == R and self.sizes["tp"] > 1 and target == LOCAL:
+                raise LayoutError(
+                    f"plan {self.plan.name}: {module} wants expert-rows of rows that every tp rank dispatched: "
+                    "each row would reach its expert tp times (allowed: dispatch on local-token)"
+                )
+            assert value.dispatch is not None
+            counts = next(u for u in value.dispatch.users if u.args[1] == 1)
+            token_counts = self.values[counts].node
+            if value.node is token_counts:
+                # [1, E] -> [S, X]: how many rows each source sends to each expert held here
+                node = self._insert("all_to_all", (value.node, "ep", size, 1, 0), layout, value.node, True)
+                node.meta["traffic"] = "metadata"
+            else:
+                expert_counts = self._convert_rows(self.values[counts], {"tp": R, "ep": LOCAL}, module).node
+                send, receive = (token_counts, expert_counts) if target == LOCAL else (expert_counts, token_counts)
+                node = self._insert("all_to_all_rows", (value.node, send, receive, "ep", size), layout, value.node, True)
+            self.converted[key] = _Value(node, layout, value.dispatch)
+        self._request(self.converted[key].node, module)
+        return self.converted[key]
+
+    def _halfway(self, layout: Layout, axis: str, op: str) -> Layout:
+        """Layout between the two steps of a padded transition: gathered with padding, or padded before the cut."""
+        return layout.placed(**{axis: R}) if op in ("all_gather", "all_to_all") else layout
+
+    def _insert(self, op: str, args: tuple, layout: Layout, source: fx.Node, holds_value: bool) -> fx.Node:
+        node = self.out.graph.call_function(getattr(torch.ops.emulator, op), args)
+        origin = source.meta["origin"] if holds_value else None
+        node.meta.update(layout=layout, origin=origin, traffic=source.meta["traffic"], moves=source.name)
+        return node
+
+    def _request(self, node: fx.Node, module: str) -> None:
+        """Notes who wanted a transition; the pad before it and the gather behind an unpad belong to the same one."""
+        while "moves" in node.meta:
+            self.requesters.setdefault(node, []).append(module)
+            if node.args[0].name == node.meta["moves"]:
+                break
+            node = node.args[0]
+
+
+def _tensors(arguments: Any) -> Iterator[_Value]:
+    for argument in arguments:
+        if isinstance(argument, _Value):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)
+
+
+def _left(module: str, other: str) -> list[str]:
+    """Modules that contain `module` but not `other`, inner first."""
+    found = []
+    while module and not (other == module or other.startswith(module + ".")):
+        found.append(module)
+        module = module.rpartition(".")[0]
+    return found
+
+
+def _common_ancestor(modules: list[str]) -> str:
+    split = [m.split(".") for m in modules]
+    shared = []
+    for parts in zip(*split):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

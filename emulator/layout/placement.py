@@ -1,0 +1,100 @@
+"""What layout a value has: kind of value, placement on each mesh axis, and the token windows of the ranks.
+
+Placements are torch.distributed.tensor's; people see the RFC's words (full-token, local-token, partial).
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from emulator.errors import UsageError
+from emulator.ops.registry import LOCAL, PARTIAL, Mixed, R
+
+Kind = Literal["token", "rows", "weight", "cache", "batch"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How T real tokens lie over `parts` ranks: padded = ceil(T / parts) * parts, rank r owns [r*per, (r+1)*per)."""
+
+    real: int
+    parts: int
+
+    @property
+    def per(self) -> int:
+        return -(-self.real // self.parts)
+
+    @property
+    def padded(self) -> int:
+        return self.per * self.parts
+
+    def window(self, index: int) -> tuple[int, int]:
+        """[start, end) of rank `index`'s real tokens; empty (start == end) on a rank with padding only."""
+        start = index * self.per
+        return start, max(start, min(start + self.per, self.real))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """kind: token (dim 0 = tokens), rows (dim 0 = token copies sorted by expert), weight, cache, batch (per request).
+
+    placements: (axis, placement) of every axis on which the value is not replicated, sorted by axis.
+    """
+
+    kind: Kind
+    placements: tuple[tuple[str, Placement], ...] = ()
+    tokens: Tokens | None = None
+
+    def on(self, axis: str) -> Placement:
+        return dict(self.placements).get(axis, R)
+
+    def placed(self, **placements: Placement) -> "Layout":
+        """The same value with these placements on these axes."""
+        merged = {**dict(self.placements), **placements}
+        return replace(self, placements=tuple(sorted((a, p) for a, p in merged.items() if p != R)))
+
+    def __str__(self) -> str:
+        if self.kind == "token":
+            return placement_word(self.on("tp"))
+        if self.kind == "rows":
+            return {"tp": "token-rows", "ep": "expert-rows"}.get(next((a for a, _ in self.placements), ""), "all-rows")
+        return ", ".join(f"{axis}:{placement_word(p, 'weight')}" for axis, p in self.placements) or "replicated"
+
+
+def placement_word(placement: Placement, kind: Kind = "token") -> str:
+    """full-token, local-token, shard(d), partial; weights say replicated and shard(0)."""
+    if isinstance(placement, Mixed):
+        return f"local-token+{placement_word(placement.value)}"
+    if isinstance(placement, Partial):
+        return "partial"
+    if isinstance(placement, Replicate):
+        return "full-token" if kind == "token" else "replicated"
+    assert isinstance(placement, Shard)
+    return "local-token" if placement.dim == 0 and kind == "token" else f"shard({placement.dim})"
+
+
+def parse_want(word: str, where: str) -> tuple[Kind, dict[str, Placement]]:
+    """A plan's word for the layout of an activation: (kind it applies to, placement per axis)."""
+    words: dict[str, tuple[Kind, dict[str, Placement]]] = {
+        "full-token": ("token", {"tp": R}),
+        "local-token": ("token", {"tp": LOCAL}),
+        "partial": ("token", {"tp": PARTIAL}),
+        "token-rows": ("rows", {"tp": LOCAL, "ep": R}),
+        "expert-rows": ("rows", {"tp": R, "ep": LOCAL}),
+    }
+    if word in words:
+        return words[word]
+    if match := re.fullmatch(r"shard\(([1-9])\)", word):
+        return "token", {"tp": Shard(int(match[1]))}
+    raise UsageError(f"{where}: layout {word!r} unknown (allowed: {', '.join(words)}, shard(1), shard(2))")
+
+
+def parse_weight(word: str, where: str) -> dict[str, Placement]:
+    """A plan's word for the placement of a weight: replicated, shard(d) on tp, or axis:shard(d)."""
+    if word == "replicated":
+        return {}
+    if match := re.fullmatch(r"(?:(tp|ep|dp):)?shard\(([0-9])\)", word):
+        return {match[1] or "tp": Shard(int(match[2]))}
+    raise UsageError(f"{where}: weight placement {word!r} unknown (allowed: replicated, shard(0), shard(1), ep:shard(0))")

@@ -1,0 +1,157 @@
+"""Plans: a table from module name patterns to the layout and weight placement each module wants. Pure data."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.tensor.placement_types import Placement
+
+from emulator import profiles
+from emulator.errors import UsageError
+from emulator.layout.placement import Kind, parse_want, parse_weight
+
+
+class Row(BaseModel):
+    """One module's line: layout its inputs are brought to, placement of its weights, layout its outputs leave in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    input: str | None = None
+    weight: str | None = None
+    output: str | None = None
+
+
+class PlanFile(BaseModel):
+    """A plan's TOML file. `extends` names a plan whose rows and variants come first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    description: str
+    extends: str | None = None
+    contract: str | None = None
+    modules: dict[str, Row] = {}
+    variants: dict[str, "Variant"] = {}
+
+
+class Variant(BaseModel):
+    """A choice that adds rows to the plan: a default and, per option, its rows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    default: str
+    options: dict[str, dict[str, Row]] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved plan: rows of the plan, of those it extends, and of the chosen variant options."""
+
+    name: str
+    description: str
+    contract: str | None
+    variants: Mapping[str, str]
+    rows: Mapping[str, Row]
+
+    def row(self, module: str) -> Row | None:
+        """The row that applies to a module: `*` in a pattern stands for one name component."""
+        return self.rows.get(_pattern_of(module))
+
+    def input_of(self, module: str) -> tuple[Kind, dict[str, Placement]] | None:
+        row = self.row(module)
+        return parse_want(row.input, f"plan {self.name}, {module}") if row and row.input else None
+
+    def output_of(self, module: str) -> tuple[Kind, dict[str, Placement]] | None:
+        row = self.row(module)
+        return parse_want(row.output, f"plan {self.name}, {module}") if row and row.output else None
+
+    def weight_of(self, module: str) -> dict[str, Placement]:
+        row = self.row(module)
+        return parse_weight(row.weight, f"plan {self.name}, {module}") if row and row.weight else {}
+
+    def check_modules(self, modules: Iterable[str]) -> None:
+        """Raises UsageError for a row that names no module of the model family."""
+        known = {_pattern_of(m) for m in modules} | OPTIONAL_MODULES
+        for pattern in self.rows:
+            if pattern not in known:
+                close = ", ".join(sorted(k for k in known if k.rpartition(".")[2] == pattern.rpartition(".")[2]))
+                hint = f"; did you mean {close}?" if close else "; see `emulator plan show tp` for the names"
+                raise UsageError(f"plan {self.name}: row {pattern!r} matches no module{hint}")
+
+
+# modules that only some layers or models have: a cut model may lack them, and the row is right all the same
+OPTIONAL_MODULES = frozenset(
+    f"model.layers.*.{name}"
+    for name in (
+        *(f"mlp.{m}" for m in ("gate_proj", "up_proj", "down_proj", "gate", "topk", "experts", "shared_experts")),
+        *(f"mlp.experts.{m}" for m in ("dispatch", "gate_up_proj", "down_proj", "combine")),
+        *(f"mlp.shared_experts.{m}" for m in ("gate_proj", "up_proj", "down_proj")),
+        *(f"self_attn.{m}" for m in ("indexer", "indexer.wk", "indexer.wq_b", "indexer.k_norm", "indexer.weights_proj")),
+    )
+)
+
+
+@cache
+def _pattern_of(module: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
+def module_pattern(module: str) -> str:
+    """A module's name with `*` for its layer number."""
+    return _pattern_of(module)
+
+
+def _read(name: str) -> tuple[str, PlanFile]:
+    path: Path = profiles.find("plans", name)
+    try:
+        return path.stem, PlanFile.model_validate(profiles.load_toml(path))
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        raise UsageError(f"plan {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
+    """Reads a plan by name or path and applies the variants' options.
+
+    Raises UsageError for an unknown plan, variant or option, or a malformed file.
+    """
+    chosen = dict(variants or {})
+    stem, file = _read(name)
+    chain, seen = [file], {stem}
+    while chain[0].extends:
+        parent_stem, parent = _read(chain[0].extends)
+        if parent_stem in seen:
+            raise UsageError(f"plan {stem}: extends itself through {parent_stem}")
+        seen.add(parent_stem)
+        chain.insert(0, parent)
+
+    offered: dict[str, Variant] = {}
+    rows: dict[str, Row] = {}
+    for layer in chain:
+        offered.update(layer.variants)
+        _merge(rows, layer.modules)
+    for key in chosen:
+        if key not in offered:
+            raise UsageError(f"plan {stem}: unknown variant {key!r} (allowed: {', '.join(offered) or 'none'})")
+    settled = {}
+    for key, variant in offered.items():
+        option = chosen.get(key, variant.default)
+        if option not in variant.options:
+            raise UsageError(f"plan {stem}: variant {key}={option!r} unknown (allowed: {', '.join(variant.options)})")
+        settled[key] = option
+        _merge(rows, variant.options[option])
+    for pattern, row in rows.items():  # every word is read now, so that a typo is found before any run
+        where = f"plan {stem}, {pattern}"
+        for word in filter(None, (row.input, row.output)):
+            parse_want(word, where)
+        if row.weight:
+            parse_weight(row.weight, where)
+    contract = next((f.contract for f in reversed(chain) if f.contract), None)
+    return Plan(stem, file.description, contract, settled, rows)
+
+
+def _merge(rows: dict[str, Row], added: Mapping[str, Row]) -> None:
+    """Later rows override earlier ones field by field."""
+    for pattern, row in added.items():
+        fields = {**(rows[pattern].model_dump() if pattern in rows else {}), **row.model_dump(exclude_unset=True)}
+        rows[pattern] = Row(**fields)

@@ -1,0 +1,45 @@
+"""The rank graph: the one SPMD graph that every rank runs, with a layout on every value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from emulator.layout.placement import Tokens
+from emulator.layout.plan import Plan
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A value crossing a module's edge. port: input, output, output1 (second output). node: name in the rank graph."""
+
+    module: str
+    port: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken layout rule, found without running."""
+
+    module: str
+    op: str
+    found: str
+    allowed: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.op} found {self.found}; allowed: {self.allowed}. Why: {self.reason}"
+
+
+@dataclass
+class RankGraph:
+    """sizes: length of each mesh axis. Node meta: module; layout (a tuple for several outputs); origin (name of the
+    Program node whose value it holds, if any); traffic (payload, or metadata: made by hosts, not counted)."""
+
+    graph: fx.Graph
+    sizes: Mapping[str, int]
+    tokens: Tokens
+    plan: Plan
+    boundaries: list[Boundary] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)

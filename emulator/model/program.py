@@ -1,0 +1,125 @@
+"""The Program: one single-device torch.fx graph of a DSA model. No ranks, no collectives, named modules."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import emulator.ops  # noqa: F401  (registers the vocabulary)
+from emulator.model.config import ModelConfig
+from emulator.model.layers import Batch, DecoderLayer, FinalNorm, Linear, ProgramOptions, parameter
+
+BATCH_INPUTS = tuple(f.name for f in fields(Batch))
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab: int, hidden: int):
+        super().__init__()
+        self.weight = parameter(vocab, hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.ops.emulator.embedding(ids, self.weight)
+
+
+class LMHead(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.emulator.lm_head(x, self.weight)
+
+
+class RotaryEmbedding(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.inv_freq = parameter(config.qk_rope_head_dim // 2)
+
+
+class Backbone(nn.Module):
+    """`model.*` of the checkpoint: embedding, decoder layers, final norm."""
+
+    def __init__(self, config: ModelConfig, options: ProgramOptions):
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, options) for i in range(config.num_hidden_layers))
+        self.norm = FinalNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, residual, ids = self.embed_tokens(batch.input_ids), None, None
+        for layer in self.layers:
+            x, residual, ids = layer(x, residual, ids, self.rotary_emb.inv_freq, batch)
+        return self.norm(x, residual)
+
+
+class CausalLM(nn.Module):
+    """Token ids and a batch description -> logits [T, vocab] of every row."""
+
+    def __init__(self, config: ModelConfig, options: ProgramOptions = ProgramOptions()):
+        super().__init__()
+        self.model = Backbone(config, options)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+
+    def forward(
+        self, input_ids, positions, slots, token_mask, query_lens, kv_lens, block_table, latent_caches, index_caches
+    ):
+        batch = Batch(
+            input_ids, positions, slots, token_mask, query_lens, kv_lens, block_table, latent_caches, index_caches
+        )
+        return self.lm_head(self.model(batch))
+
+
+@dataclass(frozen=True)
+class Program:
+    """graph: nodes carry meta["module"], the qualified module name; parameters: name -> shape (meta tensors).
+    modules: every module name, containers included."""
+
+    config: ModelConfig
+    options: ProgramOptions
+    graph: fx.Graph
+    parameters: dict[str, Tensor]
+    modules: tuple[str, ...]
+
+
+class _ModuleTracer(fx.Tracer):
+    """Enters every module and notes on each node the module whose forward made it."""
+
+    def __init__(self, root: nn.Module):
+        super().__init__()
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._parameters = {id(p): name for name, p in root.named_parameters()}
+        self._proxies: dict[str, fx.Proxy] = {}
+        self._stack = [""]
+
+    def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+    def path_of_module(self, module: nn.Module) -> str:
+        return self._names[id(module)]
+
+    def call_module(self, module: nn.Module, forward: Any, args: tuple, kwargs: dict) -> Any:
+        self._stack.append(self._names[id(module)])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._stack.pop()
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if not isinstance(attr_val, nn.Parameter):
+            return attr_val
+        name = self._parameters[id(attr_val)]
+        if name not in self._proxies:
+            self._proxies[name] = self.create_proxy("get_attr", name, (), {})
+            self._proxies[name].node.meta["module"] = name.rpartition(".")[0]
+        return self._proxies[name]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["module"] = self._stack[-1]
+        return node
+
+
+def build_program(config: ModelConfig, options: ProgramOptions = ProgramOptions()) -> Program:
+    """Traces the model into its single-device graph. Costs no weight memory: parameters are meta tensors."""
+    root = CausalLM(config, options)
+    graph = _ModuleTracer(root).trace(root)
+    names = tuple(name for name, _ in root.named_modules() if name)
+    return Program(config, options, graph, dict(root.named_parameters()), names)

@@ -1,0 +1,117 @@
+"""Weights: deterministic from a seed and the tensor's name, or read from a local HF safetensors checkpoint."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from emulator.errors import UsageError
+from emulator.model.program import Program
+from emulator.model.rope import inverse_frequencies
+
+Source = Callable[[str, tuple[int, ...]], Tensor]
+
+_INV_FREQ = "model.rotary_emb.inv_freq"
+_AT_LEAST_FP32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # HF keeps the router in fp32
+
+
+def weight_groups(program: Program, source: Source, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """The Program's parameters in `dtype`, one layer (or top-level module) at a time.
+
+    The router stays in at least float32, and inv_freq in float32, whatever the dtype.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in program.parameters:
+        match = re.match(r"model\.layers\.\d+", name)
+        groups.setdefault(match[0] if match else name, []).append(name)
+    for names in groups.values():
+        loaded = {}
+        for name in names:
+            if name == _INV_FREQ:
+                loaded[name] = inverse_frequencies(program.config)[0]
+                continue
+            loaded[name] = source(name, tuple(program.parameters[name].shape)).to(parameter_dtype(name, dtype))
+        yield loaded
+
+
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weight_groups holds a parameter."""
+    if name == _INV_FREQ:
+        return torch.float32
+    return torch.promote_types(dtype, torch.float32) if name.endswith(_AT_LEAST_FP32) else dtype
+
+
+def seeded(seed: int) -> Source:
+    """Random weights that depend on the seed and the name only, so they are the same on any number of ranks.
+
+    Scales keep activations near 1: linears in_features^-0.5, norms around 1, biases and the router's correction small.
+    """
+
+    def make(name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+            return 1 + 0.1 * values
+        if name.endswith(("bias", "e_score_correction_bias")):
+            return 0.1 * values
+        return values if name.endswith("embed_tokens.weight") else values * shape[-1] ** -0.5
+
+    return make
+
+
+class Checkpoint:
+    """A local HF checkpoint: model.safetensors, or the shards of model.safetensors.index.json.
+
+    Experts are read per expert (mlp.experts.E.gate_proj.weight, ...) or merged (mlp.experts.gate_up_proj). Raises
+    UsageError for a tensor that is missing or has another shape.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self.files = json.loads(index.read_text())["weight_map"]
+        elif (folder / "model.safetensors").exists():
+            with self._open("model.safetensors") as handle:
+                self.files = dict.fromkeys(handle.keys(), "model.safetensors")
+        else:
+            raise UsageError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
+
+    def _open(self, file: str):
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{self.folder / file}: not a readable safetensors file: {error}") from None
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.files:
+            raise UsageError(f"{self.folder}: checkpoint has no tensor {name} (expected shape {list(shape)})")
+        with self._open(self.files[name]) as handle:
+            try:
+                tensor = handle.get_tensor(name)
+            except SafetensorError:
+                raise UsageError(f"{self.folder / self.files[name]}: index names {name}, the file lacks it") from None
+        if tuple(tensor.shape) != shape:
+            raise UsageError(f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
+        return tensor
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if ".mlp.experts." not in name:
+            return self._read(name, shape)
+        base, _, which = name.removesuffix(".weight").rpartition(".")
+        if f"{base}.{which}" in self.files:
+            return self._read(f"{base}.{which}", shape)
+        num_experts, rows, columns = shape
+        if which == "down_proj":
+            return torch.stack([self._read(f"{base}.{e}.down_proj.weight", (rows, columns)) for e in range(num_experts)])
+        parts = [
+            torch.cat([self._read(f"{base}.{e}.{part}_proj.weight", (rows // 2, columns)) for part in ("gate", "up")])
+            for e in range(num_experts)
+        ]
+        return torch.stack(parts)

@@ -1,0 +1,38 @@
+"""Finds the data files under profiles/: beside the package in a checkout, inside it in a wheel."""
+
+import tomllib
+from pathlib import Path
+
+from emulator.errors import UsageError
+
+KINDS = ("models", "plans", "contracts", "scenarios")
+
+
+def root() -> Path:
+    """The profiles folder of this installation."""
+    inside = Path(__file__).parent / "profiles"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "profiles"
+
+
+def names(kind: str) -> list[str]:
+    """Names available under profiles/<kind>, sorted."""
+    return sorted(p.name if p.is_dir() else p.stem for p in (root() / kind).iterdir() if not p.name.startswith("."))
+
+
+def find(kind: str, name: str) -> Path:
+    """Path of a profile: a name under profiles/<kind>, or a path to a user's own file or folder.
+
+    Raises UsageError that lists the known names when there is none.
+    """
+    for candidate in (root() / kind / name, root() / kind / f"{name}.toml", Path(name)):
+        if candidate.exists():
+            return candidate
+    raise UsageError(f"unknown {kind[:-1]} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
+
+
+def load_toml(path: Path) -> dict:
+    """A parsed TOML file; UsageError with the parser's position when it is malformed."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: not readable as TOML: {error}") from None

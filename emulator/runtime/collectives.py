@@ -1,0 +1,111 @@
+"""The one place that talks to other ranks. Every call is compared on the board before the transport is entered."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emulator.runtime.board import Board, CallMismatch, compare_calls
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.transport import Transport
+
+_SAME = ("op", "module", "dtype", "shape", "dim", "layout")
+
+
+class Collectives:
+    """A rank's transition ops over its mesh.
+
+    on_mixed: called with a message when a reduction is about to sum different tokens (the ids differ between ranks).
+    """
+
+    def __init__(
+        self, mesh: Mesh, rank: int, board: Board, transport: Transport | None, timeout: float,
+        on_mixed: Callable[[str], None] = lambda message: None,
+    ):  # fmt: skip
+        self.mesh, self.rank, self.board, self.transport, self.timeout = mesh, rank, board, transport, timeout
+        self.on_mixed = on_mixed
+
+    def call(self, op: str, x: Tensor, *args: Any, node: str, module: str, layout: str, ids: Tensor | None = None) -> Tensor:
+        """Executes a transition op of the rank graph on this rank's tensor. ids: global token id of each row of x."""
+        if op == "slice":
+            axis, size, dim = args
+            return x.chunk(size, dim)[self.mesh.index(axis, self.rank)].clone()
+        axis = args[2] if op == "all_to_all_rows" else args[0]
+        call = {"op": op, "node": node, "module": module, "dtype": str(x.dtype), "shape": list(x.shape), "layout": layout}
+        if op == "all_to_all_rows":
+            return self._all_to_all_rows(x, *args, call=call)
+        call["dim"] = list(args[2:])
+        if op in ("all_reduce", "reduce_scatter") and ids is not None:
+            call["ids"] = zlib.crc32(ids.numpy().tobytes())
+        posts = self._agree(axis, call, _SAME)
+        if len({p.get("ids") for p in posts}) > 1:
+            self.on_mixed(f"{op} on {axis} sums rows of different tokens")
+        return self._move(op, x, axis, *args[1:])
+
+    def _agree(self, axis: str, call: dict[str, Any], fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        members = self.mesh.members(axis, self.rank)
+        self.board.set_status(self.rank, f"waiting in {call['op']} ({call['node']}) of {call['module']}")
+        posts = self.board.agree(axis, members, self.rank, call, self.timeout)
+        compare_calls(axis, members, posts, fields)
+        return posts
+
+    def _move(self, op: str, x: Tensor, axis: str, size: int, *dims: int) -> Tensor:
+        if self.transport is None:  # shape mode: nothing moves, the op's fake kernel tells the shape
+            return getattr(torch.ops.emulator, op)(x, axis, size, *dims)
+        if op == "all_reduce":
+            return self.transport.all_reduce(x, axis)
+        if op == "reduce_scatter":
+            return self.transport.reduce_scatter(x.movedim(dims[0], 0), axis).movedim(0, dims[0])
+        if op == "all_gather":
+            return self.transport.all_gather(x.movedim(dims[0], 0), axis).movedim(0, dims[0]).contiguous()
+        assert op == "all_to_all", op
+        split_dim, concat_dim = dims
+        pieces = torch.stack(x.chunk(size, split_dim))
+        moved = self.transport.all_to_all(pieces, axis, [1] * size, [1] * size)
+        return torch.cat(list(moved.unbind(0)), concat_dim)
+
+    def _all_to_all_rows(
+        self, rows: Tensor, send_counts: Tensor, recv_counts: Tensor, axis: str, size: int, *, call: dict[str, Any]
+    ) -> Tensor:
+        """Uneven all_to_all of rows. send_counts and recv_counts say how many rows go to and come from each rank:
+        [S, X] = rows from each source for each expert here, or [1, E] = rows here for each expert."""
+        send, receive = splits(send_counts, size), splits(recv_counts, size)
+        if sum(send) != rows.shape[0]:
+            raise CallMismatch(f"{call['module']}: {rows.shape[0]} rows, but the split list sends {sum(send)}")
+        call.update(width=list(rows.shape[1:]), splits=send)
+        posts = self._agree(axis, call, ("op", "module", "dtype", "width", "layout"))
+        self._compare_splits(axis, [p["splits"] for p in posts], receive, call["module"])
+        if self.transport is None:
+            return rows.new_empty((sum(receive), *rows.shape[1:]))
+        return self.transport.all_to_all(rows, axis, send, receive)
+
+    def _compare_splits(self, axis: str, sends: list[list[int]], receive: list[int], module: str) -> None:
+        me = self.mesh.index(axis, self.rank)
+        for member, sent, expected in zip(self.mesh.members(axis, self.rank), sends, receive):
+            if isinstance(sent, list) and sent[me] != expected:
+                raise CallMismatch(
+                    f"all_to_all on {axis} in {module}: rank {member} sends {sent[me]} rows to rank {self.rank}, "
+                    f"which expects {expected}"
+                )
+
+
+def splits(counts: Tensor | list[int], size: int) -> list[int]:
+    """Rows per rank of a counts matrix: [size, X] sums over experts; [1, E] sums each rank's block of experts."""
+    if isinstance(counts, list):
+        return counts
+    return counts.reshape(size, -1).sum(1).tolist()
+
+
+def bytes_sent(op: str, x: Tensor, size: int, kept_rows: int = 0) -> int:
+    """Bytes one rank sends: all_gather (size-1) * x; reduce_scatter and all_to_all (size-1)/size * x; all_reduce, as
+    reduce_scatter + all_gather, twice that. An uneven all_to_all keeps its own rows instead of x/size."""
+    total = x.numel() * x.element_size()
+    if op == "all_gather":
+        return total * (size - 1)
+    if op == "all_reduce":
+        return 2 * total * (size - 1) // size
+    if op == "all_to_all_rows":
+        return total - total // max(x.shape[0], 1) * kept_rows
+    return total * (size - 1) // size if op in ("reduce_scatter", "all_to_all") else 0

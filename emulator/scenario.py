@@ -1,0 +1,104 @@
+"""Scenarios: what to run. Validates all user input; errors are one clear line."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from emulator import profiles
+from emulator.errors import UsageError
+from emulator.model.config import ModelConfig, load_config, model_folder
+from emulator.model.layers import ProgramOptions
+from emulator.runtime.mesh import Mesh
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Parallel(BaseModel):
+    """Sizes only; behaviour follows from the plan and the model. ep: None = the largest that divides ranks and experts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tp: PositiveInt = 4
+    dp: PositiveInt = 1
+    ep: PositiveInt | None = None
+
+
+class Scenario(BaseModel):
+    """model x plan x parallel sizes x workload.
+
+    model: a name under profiles/models or an HF model directory. weights: "seed", or a checkpoint directory. mode: real
+    tensors, or shapes only. latent_norm_eps: hf (1e-6 always) or config (as engines do).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = "custom"
+    description: str = ""
+    model: str
+    plan: str = "dsa_cp"
+    parallel: Parallel = Parallel()
+    tokens: PositiveInt = 256
+    layers: PositiveInt | None = None
+    mode: Literal["real", "shape"] = "real"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    variants: dict[str, str] = {}
+    static_check: bool = True
+    seed: int = 0
+    weights: str = "seed"
+    latent_norm_eps: Literal["hf", "config"] = "hf"
+    timeout: float = Field(default=60.0, gt=0)
+
+    def config(self) -> ModelConfig:
+        return load_config(self.model).with_layers(self.layers)
+
+    def mesh(self, config: ModelConfig) -> Mesh:
+        parallel = self.parallel
+        if parallel.dp != 1:
+            raise UsageError(f"dp {parallel.dp}: only dp 1 is supported so far")
+        world = parallel.dp * parallel.tp
+        ep = math.gcd(world, config.n_routed_experts) if parallel.ep is None else parallel.ep
+        return Mesh(tp=parallel.tp, dp=parallel.dp, ep=ep)
+
+    def options(self) -> ProgramOptions:
+        return ProgramOptions() if self.latent_norm_eps == "hf" else ProgramOptions(latent_norm_eps=None)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def load_scenario(name: str, overrides: dict[str, Any] | None = None) -> Scenario:
+    """A scenario by name, by path of a TOML file, or from a model directory; `overrides` are the command line's.
+
+    Raises UsageError for an unknown name or a field that is unknown or out of range.
+    """
+    path = profiles.find("scenarios", name)
+    if path.is_dir() or path.name == "config.json":
+        folder = model_folder(str(path))
+        has_weights = any(folder.glob("model*.safetensors*"))
+        data: dict[str, Any] = {"name": folder.name, "model": str(folder), "weights": str(folder) if has_weights else "seed"}
+    else:
+        data = {"name": path.stem, **profiles.load_toml(path)}
+    merged = _merge(data, overrides or {})
+    try:
+        return Scenario.model_validate(merged)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        raise UsageError(f"scenario {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins; tables are merged, None means not given."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict):
+            merged[key] = _merge(dict(base.get(key) or {}), value)
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def default_out_dir(scenario: Scenario) -> Path:
+    """runs/<scenario>-<plan>-tp<n> below the current folder."""
+    return Path("runs") / f"{scenario.name}-{Path(scenario.plan).stem}-tp{scenario.parallel.tp}"

@@ -1,0 +1,68 @@
+"""Trace schema: one JSON object a line, one file per rank, appended as it happens.
+
+The first line is a header {schema, rank, mesh, symbols, variants, ...}. Then, by `kind`:
+
+op: seq, node (graph name), op, module (qualified name), layer, phase, group (mesh axis or null), inputs and outputs
+(lists of {shape, dtype, layout}), attrs (static arguments), window ([start, end) of this rank's real tokens, for local
+values), traffic (payload; metadata such as split sizes and masks is not counted), bytes (sent by this rank), start and
+duration (seconds of wall time).
+
+boundary: seq, node, module, port (input, output, output1), layer, phase, shape, dtype, layout, window: a value crossing
+a module's edge.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from emulator.errors import UsageError
+
+SCHEMA = 1
+
+
+class TraceWriter:
+    """Appends records to DIR/rank_<r>.jsonl; each line reaches the file at once. path None keeps them in memory only."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any]):
+        self.records: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", buffering=1)
+            self._file.write(json.dumps({"schema": SCHEMA, **header}) + "\n")
+
+    def append(self, record: dict[str, Any]) -> None:
+        record["seq"] = len(self.records)
+        self.records.append(record)
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The rank files of a trace folder, in rank order."""
+    files = sorted(folder.glob("rank_*.jsonl"), key=lambda p: int(p.stem.split("_")[1]))
+    if not files:
+        raise UsageError(f"{folder}: no trace here (expected rank_0.jsonl, rank_1.jsonl, ...)")
+    return files
+
+
+def read_trace(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(header, records) of one rank's file. A last line cut short by a crash is left out."""
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                if number == 1:
+                    raise UsageError(f"{path}: line 1 is not a trace header") from None
+
+    header, *records = lines()
+    if header.get("schema") != SCHEMA:
+        raise UsageError(f"{path}: trace schema {header.get('schema')!r}, this version reads {SCHEMA}")
+    return header, records

@@ -1,0 +1,209 @@
+"""Contracts: what a published specification says about boundaries and collectives, as data, checked on a trace.
+
+A contract knows nothing of plans or lowering. Shapes are written in symbols (`Symbols`), so one file serves every model
+and size.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from emulator import profiles
+from emulator.errors import UsageError
+from emulator.layout.placement import Tokens
+from emulator.layout.plan import module_pattern
+from emulator.model.config import ModelConfig
+from emulator.trace.summary import COUNTED
+
+Scope = Literal["model", "layer", "later_layer", "dense_layer", "moe_layer"]  # later: all but the first
+Dim = int | str
+
+
+class _Rule(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    module: str
+    per: Scope = "layer"
+    when: dict[str, str | list[str]] = {}
+    source: str = ""
+
+
+class BoundaryRule(_Rule):
+    """Every value at this port of this module has the layout and one of the shapes given for the port; per scope, the
+    value of this rule's shape is there."""
+
+    port: Literal["input", "output", "output1"]
+    layout: str
+    shape: list[Dim]
+
+
+class CollectiveRule(_Rule):
+    """`count` calls per scope of this op on this group in this module, with these shapes."""
+
+    group: Literal["tp", "ep", "dp"]
+    op: str
+    count: int = 1
+    dim: int | None = None
+    input: list[Dim] | None = None
+    output: list[Dim] | None = None
+
+
+class Contract(BaseModel):
+    """A contract file. max_rows: no token value has more rows than this."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    description: str
+    max_rows: Dim | None = None
+    boundary: list[BoundaryRule] = []
+    collective: list[CollectiveRule] = []
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One way in which a trace breaks a contract."""
+
+    module: str
+    layer: int | None
+    expected: dict[str, Any]
+    found: dict[str, Any]
+    detail: str
+
+
+def load_contract(name: str) -> Contract:
+    """Reads a contract by name or path; UsageError for a malformed file."""
+    path = profiles.find("contracts", name)
+    try:
+        return Contract.model_validate(profiles.load_toml(path))
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        raise UsageError(f"contract {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Values of the symbols that contracts may use."""
+    kinds = [config.is_moe(i) for i in range(config.num_hidden_layers)]
+    return {
+        "T": tokens.real, "P": tokens.padded, "n": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
+        "H": config.hidden_size, "N": config.num_attention_heads, "v": config.v_head_dim, "qk": config.qk_head_dim,
+        "Q": config.q_lora_rank, "R": config.kv_lora_rank, "r": config.qk_rope_head_dim, "d": config.index_head_dim,
+        "K": config.index_topk, "E": config.n_routed_experts, "k": config.num_experts_per_tok,
+        "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
+        "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1, "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
+    }  # fmt: skip
+
+
+def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int | None:
+    """A dimension such as 256, T, N*v or V/tp; `_` is any size (None)."""
+    if isinstance(dim, int) or dim == "_":
+        return None if dim == "_" else int(dim)
+    value, operator = 1, "*"
+    for part in re.split(r"([*/])", dim.replace(" ", "")):
+        if part in ("*", "/"):
+            operator = part
+            continue
+        if not part.isdigit() and part not in symbols:
+            raise UsageError(f"contract: unknown symbol {part!r} in {dim!r} (allowed: {', '.join(symbols)})")
+        number = int(part) if part.isdigit() else symbols[part]
+        value = value * number if operator == "*" else value // number
+    return value
+
+
+def check_trace(
+    contract: Contract, records: Sequence[dict[str, Any]], symbols: Mapping[str, int], variants: Mapping[str, str]
+) -> list[Breach]:
+    """All breaches in one rank's trace, in trace order within each part: boundaries, rows, collectives."""
+    breaches = _check_boundaries(contract, records, symbols, variants)
+    if contract.max_rows is not None:
+        breaches += _check_rows(evaluate(contract.max_rows, symbols), records)
+    return breaches + _check_collectives(contract, records, symbols, variants)
+
+
+def _applies(rule: _Rule, variants: Mapping[str, str]) -> bool:
+    return all(variants.get(k) in ([v] if isinstance(v, str) else v) for k, v in rule.when.items())
+
+
+def _scope_size(scope: Scope, symbols: Mapping[str, int]) -> int:
+    return 1 if scope == "model" else symbols[f"{scope}s"]
+
+
+def _matches(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted))
+
+
+def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapping, variants: Mapping) -> list[Breach]:
+    rules: dict[tuple[str, str], list[tuple[BoundaryRule, list[int | None]]]] = {}
+    for rule in contract.boundary:
+        if _applies(rule, variants) and _scope_size(rule.per, symbols):
+            rules.setdefault((rule.module, rule.port), []).append((rule, [evaluate(d, symbols) for d in rule.shape]))
+    breaches, met = [], Counter[int]()
+    for record in records:
+        if record["kind"] != "boundary":
+            continue
+        here = rules.get((module_pattern(record["module"]), record["port"]), [])
+        fits = [rule for rule, shape in here if _matches(record["shape"], shape)]
+        for rule in {id(r): r for r in fits}.values():
+            met[id(rule)] += 1
+        good = [r for r in fits if symbols["tp"] == 1 or r.layout == record["layout"]]
+        if here and not good:
+            expected = {"layout": here[0][0].layout, "shape": here[0][1], "source": here[0][0].source}
+            found = {"layout": record["layout"], "shape": record["shape"]}
+            detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
+            breaches.append(Breach(record["module"], record["layer"], expected, found, detail))
+    for (module, port), here in rules.items():
+        for rule, shape in here:
+            if met[id(rule)] < _scope_size(rule.per, symbols):
+                expected = {"layout": rule.layout, "shape": shape, "times": _scope_size(rule.per, symbols)}
+                detail = f"{port} of {module} with shape {shape} seen {met[id(rule)]} times"
+                breaches.append(Breach(module, None, expected, {"times": met[id(rule)]}, detail))
+    return breaches
+
+
+def _check_rows(limit: int | None, records: Sequence[dict]) -> list[Breach]:
+    for record in records:
+        for value in [] if record["kind"] != "op" else record["outputs"]:
+            is_token = value["layout"] in ("full-token", "local-token", "partial")
+            if limit is not None and is_token and value["shape"] and value["shape"][0] > limit:
+                detail = f"{record['op']} in {record['module']} makes {value['shape'][0]} rows of {limit} tokens"
+                return [Breach(record["module"], record["layer"], {"max_rows": limit}, {"shape": value["shape"]}, detail)]
+    return []
+
+
+def _check_collectives(contract: Contract, records: Sequence[dict], symbols: Mapping, variants: Mapping) -> list[Breach]:
+    """Counts are exact: each rule's calls are all there, and no call is left that no rule names."""
+    rules = [r for r in contract.collective if _applies(r, variants)]
+    counts, breaches = Counter[int](), []
+    for record in records:
+        if record["kind"] != "op" or record["op"] not in COUNTED or record["traffic"] != "payload":
+            continue
+        shapes = record["inputs"][0]["shape"], record["outputs"][0]["shape"]
+        match = next((r for r in rules if _is_call(r, record)), None)
+        if match is None:
+            detail = f"{record['op']} on {record['group']} in {record['module']}: the contract has no such call"
+            found = {"op": record["op"], "group": record["group"], "input": shapes[0], "output": shapes[1]}
+            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail))
+            continue
+        counts[id(match)] += 1
+        for side, shape in zip((match.input, match.output), shapes):
+            wanted = None if side is None else [evaluate(d, symbols) for d in side]
+            if wanted is not None and not _matches(shape, wanted):
+                detail = f"{record['op']} on {record['group']} in {record['module']} has shape {shape}"
+                breaches.append(Breach(record["module"], record["layer"], {"shape": wanted}, {"shape": shape}, detail))
+    for rule in rules:
+        size = {"tp": symbols["tp"], "ep": symbols["ep"]}.get(rule.group, 1)
+        wanted = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
+        if counts[id(rule)] != wanted:
+            detail = f"{rule.op} on {rule.group} in {rule.module}: {counts[id(rule)]} calls, expected {wanted}"
+            breaches.append(Breach(rule.module, None, {"count": wanted}, {"count": counts[id(rule)]}, detail))
+    return breaches
+
+
+def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
+    return (
+        rule.op == record["op"]
+        and rule.group == record["group"]
+        and rule.module == module_pattern(record["module"])
+        and (rule.dim is None or rule.dim == record["attrs"].get("dim"))
+    )

@@ -1,0 +1,158 @@
+"""Value check on one rank: every module boundary against the reference, by token ids, shape and values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from emulator.layout.placement import Layout
+from emulator.layout.rank_graph import RankGraph
+from emulator.model.program import Program
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.shadow import describe_ids
+from emulator.trace.summary import layer_of
+from emulator.verify.expected import Expectation, Expected
+from emulator.verify.reference import is_choice
+
+
+@dataclass
+class ValueReport:
+    """What one rank found. failures: first one per node, in graph order; worst: largest error in tolerances."""
+
+    checked: int = 0
+    max_abs_error: float = 0.0
+    max_rel_error: float = 0.0
+    worst: float = 0.0
+    flips: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ValueCheck:
+    """Observer of one rank's run.
+
+    tolerance: absolute, per Program node. force_choices: for dtypes below float64, top-k ids and expert choices are
+    compared, then replaced by the reference's, so that one near-tie is not followed through every later layer.
+    """
+
+    def __init__(
+        self, program: Program, rank_graph: RankGraph, mesh: Mesh, rank: int,
+        reference: Mapping[str, Tensor], tolerance: Mapping[str, float], *, force_choices: bool,
+    ):  # fmt: skip
+        self.rank, self.reference, self.tolerance = rank, reference, tolerance
+        self.expectation = Expectation(program, mesh, rank, rank_graph.tokens, reference)
+        self.edges: dict[str, Any] = {}
+        for boundary in rank_graph.boundaries:
+            self.edges.setdefault(boundary.node, boundary)
+        self.order = {node.name: i for i, node in enumerate(rank_graph.graph.nodes)}
+        self.choices = {node.name for node in program.graph.nodes if is_choice(node)} if force_choices else set()
+        self.report = ValueReport()
+
+    def on_problem(self, node: fx.Node, message: str) -> None:
+        self._fail(node, {"tokens": "the same tokens"}, {"tokens": message}, message)
+
+    def on_value(self, node: fx.Node, value: Tensor, ids: Tensor | None) -> Tensor | None:
+        """Checks a boundary value; returns a replacement for a discrete choice, or None."""
+        origin, layout = node.meta["origin"], node.meta["layout"]
+        is_boundary = node.name in self.edges
+        if origin not in self.reference or not (is_boundary or origin in self.choices):
+            return None
+        expected = self.expectation.of(origin, layout)
+        if expected is None:
+            return None
+        if is_boundary:
+            self.report.checked += 1
+            self._compare(node, value, ids, expected, layout)
+        return self._forced(value, expected) if origin in self.choices else None
+
+    def _compare(self, node: fx.Node, value: Tensor, ids: Tensor | None, expected: Expected, layout: Layout) -> None:
+        want = {"layout": str(layout), "shape": self._shape(expected, layout)}
+        found = {"layout": str(layout), "shape": list(value.shape)}
+        if expected.ids is not None:
+            want["tokens"] = describe_ids(expected.ids)
+            found["tokens"] = describe_ids(ids) if ids is not None else "unknown"
+            if ids is None or not torch.equal(ids, expected.ids):
+                return self._fail(node, want, found, f"holds tokens {found['tokens']}, expected {want['tokens']}")
+        if list(value.shape) != want["shape"]:
+            return self._fail(node, want, found, f"shape {found['shape']}, expected {want['shape']}")
+        real = value[: expected.value.shape[0]]
+        if not value.is_floating_point():
+            return self._compare_choices(node, real, expected.value, want, found)
+        self._compare_floats(node, real, expected.value, want, found)
+
+    def _shape(self, expected: Expected, layout: Layout) -> list[int]:
+        shape = list(expected.value.shape)
+        if expected.ids is not None and shape:
+            shape[0] = len(expected.ids)
+        return shape
+
+    def _compare_choices(self, node: fx.Node, value: Tensor, expected: Tensor, want: dict, found: dict) -> None:
+        """Ids are compared as sets per row: their order carries no meaning."""
+        if node.meta["layout"].kind == "token" and value.dim() == 2:
+            value, expected = value.sort(dim=-1).values, expected.sort(dim=-1).values
+        flips = int((value != expected).sum())
+        allowed = max(4, value.numel() // 100) if node.meta["origin"] in self.choices else 0
+        self.report.flips += flips
+        if flips > allowed:
+            row = int((value != expected).reshape(len(value), -1).any(1).nonzero()[0])
+            found["values"] = f"row {row}: {value[row].flatten()[:8].tolist()}"
+            want["values"] = f"row {row}: {expected[row].flatten()[:8].tolist()}"
+            self._fail(node, want, found, f"{flips} of {value.numel()} ids differ")
+
+    def _compare_floats(self, node: fx.Node, value: Tensor, expected: Tensor, want: dict, found: dict) -> None:
+        if not value.numel():
+            return
+        value, expected = value.double(), expected.double()
+        difference = (value - expected).abs()
+        difference[value.isnan() & expected.isnan()] = 0.0  # cache slots that nobody wrote
+        worst = float(difference.max())
+        tolerance = self.tolerance[node.meta["origin"]]
+        report = self.report
+        if worst == worst:
+            report.max_abs_error = max(report.max_abs_error, worst)
+            scale = float(self.reference[node.meta["origin"]].abs().nan_to_num(0.0).max())
+            report.max_rel_error = max(report.max_rel_error, worst / scale if scale else 0.0)
+            report.worst = max(report.worst, worst / tolerance if tolerance else 0.0)
+        if worst <= tolerance:
+            return
+        bad = ~(difference <= tolerance)
+        rows = bad.reshape(len(bad), -1).any(1)
+        if node.meta["origin"] in self.choices and int(rows.sum()) <= max(4, len(rows) // 100):
+            return  # weights of flipped expert choices, which _compare_choices counts
+        row = int(rows.nonzero()[0])
+        at = int(bad[row].flatten().nonzero()[0])
+        found["values"] = f"row {row}: {float(value[row].flatten()[at]):.6g}"
+        want["values"] = f"row {row}: {float(expected[row].flatten()[at]):.6g} (tolerance {tolerance:.2g})"
+        what = "NaN (padding leaked, or memory that nobody wrote)" if worst != worst else f"error {worst:.3g}"
+        self._fail(node, want, found, f"{int(rows.sum())} of {len(rows)} rows differ, {what}")
+
+    def _forced(self, value: Tensor, expected: Expected) -> Tensor:
+        forced = value.clone()
+        forced[: expected.value.shape[0]] = expected.value
+        return forced
+
+    def _fail(self, node: fx.Node, expected: dict[str, Any], found: dict[str, Any], detail: str) -> None:
+        for failure in self.report.failures:
+            if failure["node"] == node.name:  # ids and values of one node: one failure that tells both
+                failure["detail"] += f"; {detail}"
+                failure["expected"].update(expected)
+                failure["found"].update(found)
+                return
+        if len(self.report.failures) >= 50:
+            return
+        edge = self.edges.get(node.name)
+        module = edge.module if edge else node.meta["module"]
+        self.report.failures.append(
+            {
+                "layer": layer_of(module),
+                "module": module,
+                "port": edge.port if edge else "inside",
+                "rank": self.rank,
+                "node": node.name,
+                "order": self.order[node.name],
+                "expected": expected,
+                "found": found,
+                "detail": detail,
+            }
+        )
