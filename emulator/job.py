@@ -76,11 +76,10 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
         raise LayoutError(f"static check: plan {plan.name}: {first}{rest}. --no-static-check runs it all the same")
     contract = load_contract(plan.contract) if plan.contract else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
-    prepared = Prepared(
-        scenario, config, mesh, program, rank_graph, contract, symbols, None, {}, {}, {}, out_dir
-    )
+    prepared = Prepared(scenario, config, mesh, program, rank_graph, contract, symbols, None, {}, {}, {}, out_dir)
     if scenario.mode == "real" and not graph_only:
         prepared.weights = load_weights(program, scenario)
+        add_batch(prepared)
         add_reference(prepared)
     return prepared
 
@@ -96,13 +95,19 @@ def load_weights(program: Program, scenario: Scenario) -> dict[str, Tensor]:
         remove_shared(folder)
 
 
-def add_reference(prepared: Prepared) -> None:
-    """Builds the batch and runs the reference for every value that a rank will be compared with."""
-    scenario, program = prepared.scenario, prepared.program
+def add_batch(prepared: Prepared) -> None:
+    """One prefill request of the scenario's tokens, with empty caches."""
+    scenario = prepared.scenario
     prepared.batch = build_batch(
         prepared.config, [Request(scenario.tokens)], seed=scenario.seed, dtype=scenario.torch_dtype,
-        block_size=program.options.block_size,
+        block_size=prepared.program.options.block_size,
     )  # fmt: skip
+
+
+def add_reference(prepared: Prepared) -> None:
+    """Runs the reference for every value that a rank will be compared with."""
+    scenario, program = prepared.scenario, prepared.program
+    assert prepared.batch is not None
     at = {node.name: node.meta["origin"] for node in prepared.rank_graph.graph.nodes}
     keep = {at[b.node] for b in prepared.rank_graph.boundaries if at[b.node]} | choices_needed(program)
     keep |= {node.name for node in program.graph.nodes if is_choice(node)}
@@ -211,7 +216,9 @@ def trace_header(prepared: Prepared, rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(scenario: Scenario, out_dir: Path | None = None, on_progress: Callable[[str, float], None] | None = None) -> dict[str, Any]:
+def run(
+    scenario: Scenario, out_dir: Path | None = None, on_progress: Callable[[str, float], None] | None = None
+) -> dict[str, Any]:
     """Runs a scenario on ranks forked from this process and returns the summary (see README for its fields).
 
     out_dir: where traces and summary.json go; None writes nothing. on_progress(stage, fraction) is called as it goes.
@@ -280,7 +287,11 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
         checks.append({"name": name, "passed": passed, "detail": detail})
 
     violations = prepared.rank_graph.violations
-    text = f"{len(violations)} broken rules, run on request; first: {violations[0]}" if violations else "every op's layout rule holds"
+    text = (
+        f"{len(violations)} broken rules, run on request; first: {violations[0]}"
+        if violations
+        else "every op's layout rule holds"
+    )
     add("static layout", not violations, text)
     values = [r for r in reports if r["values"]]
     if values:
@@ -293,11 +304,25 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
     if prepared.contract is not None:
         breaches = [(r["rank"], b) for r in reports for b in r["breaches"]]
         for rank, b in breaches:
-            entry = {"layer": b["layer"], "module": b["module"], "rank": rank, "expected": b["expected"], "found": b["found"]}
+            entry = {
+                "layer": b["layer"],
+                "module": b["module"],
+                "rank": rank,
+                "expected": b["expected"],
+                "found": b["found"],
+            }
             failures.append({**entry, "detail": b["detail"], "order": 10**9 + (b["layer"] or 0)})
         total = sum(r["num_breaches"] for r in reports)
-        detail = breaches[0][1]["detail"] if breaches else "boundaries, shapes and exact collective counts hold on every rank"
-        add(f"contract {prepared.rank_graph.plan.contract}", not breaches, f"{total} breaches; first: {detail}" if breaches else detail)
+        detail = (
+            breaches[0][1]["detail"]
+            if breaches
+            else "boundaries, shapes and exact collective counts hold on every rank"
+        )
+        add(
+            f"contract {prepared.rank_graph.plan.contract}",
+            not breaches,
+            f"{total} breaches; first: {detail}" if breaches else detail,
+        )
     same = len({r["log_hash"] for r in reports}) == 1
     add("collective order", same, "the same on every rank" if same else "ranks made different calls")
     return checks, failures

@@ -77,7 +77,11 @@ def load_scenario(name: str, overrides: dict[str, Any] | None = None) -> Scenari
     if path.is_dir() or path.name == "config.json":
         folder = model_folder(str(path))
         has_weights = any(folder.glob("model*.safetensors*"))
-        data: dict[str, Any] = {"name": folder.name, "model": str(folder), "weights": str(folder) if has_weights else "seed"}
+        data: dict[str, Any] = {
+            "name": folder.name,
+            "model": str(folder),
+            "weights": str(folder) if has_weights else "seed",
+        }
     else:
         data = {"name": path.stem, **profiles.load_toml(path)}
     merged = _merge(data, overrides or {})

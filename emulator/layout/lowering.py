@@ -116,7 +116,7 @@ class _Lowering:
         arguments = map_aggregate(node.args, lambda a: self._fetch(a, module) if isinstance(a, fx.Node) else a)
         inputs = list(_tensors(arguments))
         new = self.out.graph.call_function(
-            node.target, map_aggregate(arguments, lambda a: a.node if isinstance(a, _Value) else a)
+            node.target, map_aggregate(arguments, lambda a: a.node if isinstance(a, _Value) else a), node.kwargs
         )
         dispatch = next((v.dispatch for v in inputs if v.dispatch is not None), None)
         layout: Any
@@ -148,7 +148,9 @@ class _Lowering:
             if size == 1 or all(v.layout.on(axis) == R for v in inputs):
                 continue
             try:
-                result = rule(*[v.layout.on(axis) for v in positional], **{k: v.layout.on(axis) for k, v in named.items()})
+                result = rule(
+                    *[v.layout.on(axis) for v in positional], **{k: v.layout.on(axis) for k, v in named.items()}
+                )
             except Illegal as error:
                 result = self._violate(node, name, inputs, axis, error)
             per_axis[axis] = result
@@ -203,11 +205,15 @@ class _Lowering:
                 )
                 if steps is None:
                     found, want = placement_word(value.layout.on(axis)), placement_word(target)
-                    raise LayoutError(f"plan {self.plan.name}: {module} wants {want}, but no transition leads from {found}")
+                    raise LayoutError(
+                        f"plan {self.plan.name}: {module} wants {want}, but no transition leads from {found}"
+                    )
                 node = value.node
                 for step in steps:
                     last = step is steps[-1]
-                    layout = value.layout.placed(**{axis: target}) if last else self._halfway(value.layout, axis, step.op)
+                    layout = (
+                        value.layout.placed(**{axis: target}) if last else self._halfway(value.layout, axis, step.op)
+                    )
                     node = self._insert(step.op, (node, *step.args), layout, value.node, last)
                 self.converted[key] = _Value(node, value.layout.placed(**{axis: target}))
             value = self.converted[key]
@@ -237,7 +243,9 @@ class _Lowering:
             else:
                 expert_counts = self._convert_rows(self.values[counts], {"tp": R, "ep": LOCAL}, module).node
                 send, receive = (token_counts, expert_counts) if target == LOCAL else (expert_counts, token_counts)
-                node = self._insert("all_to_all_rows", (value.node, send, receive, "ep", size), layout, value.node, True)
+                node = self._insert(
+                    "all_to_all_rows", (value.node, send, receive, "ep", size), layout, value.node, True
+                )
             self.converted[key] = _Value(node, layout, value.dispatch)
         self._request(self.converted[key].node, module)
         return self.converted[key]

@@ -97,4 +97,6 @@ def parse_weight(word: str, where: str) -> dict[str, Placement]:
         return {}
     if match := re.fullmatch(r"(?:(tp|ep|dp):)?shard\(([0-9])\)", word):
         return {match[1] or "tp": Shard(int(match[2]))}
-    raise UsageError(f"{where}: weight placement {word!r} unknown (allowed: replicated, shard(0), shard(1), ep:shard(0))")
+    raise UsageError(
+        f"{where}: weight placement {word!r} unknown (allowed: replicated, shard(0), shard(1), ep:shard(0))"
+    )

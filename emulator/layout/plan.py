@@ -86,7 +86,10 @@ OPTIONAL_MODULES = frozenset(
         *(f"mlp.{m}" for m in ("gate_proj", "up_proj", "down_proj", "gate", "topk", "experts", "shared_experts")),
         *(f"mlp.experts.{m}" for m in ("dispatch", "gate_up_proj", "down_proj", "combine")),
         *(f"mlp.shared_experts.{m}" for m in ("gate_proj", "up_proj", "down_proj")),
-        *(f"self_attn.{m}" for m in ("indexer", "indexer.wk", "indexer.wq_b", "indexer.k_norm", "indexer.weights_proj")),
+        *(
+            f"self_attn.{m}"
+            for m in ("indexer", "indexer.wk", "indexer.wq_b", "indexer.k_norm", "indexer.weights_proj")
+        ),
     )
 )
 

@@ -16,7 +16,9 @@ class Step:
     args: tuple[Any, ...]
 
 
-def transition_steps(source: Placement, target: Placement, axis: str, size: int, real: int, padded: int) -> list[Step] | None:
+def transition_steps(
+    source: Placement, target: Placement, axis: str, size: int, real: int, padded: int
+) -> list[Step] | None:
     """Steps that bring a token value from `source` to `target` on `axis`; None when there is no sound way.
 
     Padding is added on the way to local-token and removed on the way back, as its own step.

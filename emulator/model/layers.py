@@ -208,9 +208,7 @@ class Attention(nn.Module):
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_resid)
         q = ops.rope(q, batch.positions, inv_freq, config.qk_nope_head_dim, True, self.rope_scaling)
-        latent, k_pe = torch.split(
-            self.kv_a_proj_with_mqa(x), [config.kv_lora_rank, config.qk_rope_head_dim], -1
-        )
+        latent, k_pe = torch.split(self.kv_a_proj_with_mqa(x), [config.kv_lora_rank, config.qk_rope_head_dim], -1)
         parts = [self.kv_a_layernorm(latent), ops.rope(k_pe, batch.positions, inv_freq, 0, True, self.rope_scaling)]
         if self.indexer is not None:
             k_norm = self.indexer.k_norm

@@ -98,7 +98,9 @@ class Checkpoint:
             except SafetensorError:
                 raise UsageError(f"{self.folder / self.files[name]}: index names {name}, the file lacks it") from None
         if tuple(tensor.shape) != shape:
-            raise UsageError(f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
+            raise UsageError(
+                f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
+            )
         return tensor
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -109,7 +111,9 @@ class Checkpoint:
             return self._read(f"{base}.{which}", shape)
         num_experts, rows, columns = shape
         if which == "down_proj":
-            return torch.stack([self._read(f"{base}.{e}.down_proj.weight", (rows, columns)) for e in range(num_experts)])
+            return torch.stack(
+                [self._read(f"{base}.{e}.down_proj.weight", (rows, columns)) for e in range(num_experts)]
+            )
         parts = [
             torch.cat([self._read(f"{base}.{e}.{part}_proj.weight", (rows // 2, columns)) for part in ("gate", "up")])
             for e in range(num_experts)

@@ -16,7 +16,9 @@ def _cache_write(cache: Tensor, rows: Tensor, slots: Tensor, start: int) -> Tens
 def _cache_write_rule(cache: Placement, rows: Placement, slots: Placement) -> Placement:
     if cache == R and rows == R and slots == R:
         return R
-    raise Illegal("the cache is replicated: every rank writes every real slot, so it needs every row", "full-token rows")
+    raise Illegal(
+        "the cache is replicated: every rank writes every real slot, so it needs every row", "full-token rows"
+    )
 
 
 define(

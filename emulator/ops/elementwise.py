@@ -25,12 +25,12 @@ def _swiglu_fake(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def _swiglu_rule(gate: Placement, up: Placement | None = None) -> Placement:
     output = same_placement(gate=gate, up=up)
     if output == PARTIAL or (up is None and output not in (R, LOCAL)):
-        raise Illegal("silu is not linear and needs complete gate and up values", "full-token, local-token, feature shard")
+        raise Illegal(
+            "silu is not linear and needs complete gate and up values", "full-token, local-token, feature shard"
+        )
     assert output in (R, LOCAL, Shard(1)) or isinstance(output, Mixed)
     return output
 
 
 define("add(Tensor x, Tensor y) -> Tensor", kernel=torch.add, fake=lambda x, y: torch.empty_like(x), rule=_add_rule)
-define(
-    "swiglu(Tensor gate, Tensor? up=None) -> Tensor", kernel=_swiglu, fake=_swiglu_fake, rule=_swiglu_rule
-)
+define("swiglu(Tensor gate, Tensor? up=None) -> Tensor", kernel=_swiglu, fake=_swiglu_fake, rule=_swiglu_rule)

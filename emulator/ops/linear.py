@@ -42,9 +42,13 @@ def linear_rule(x: Placement, weight: Placement, bias: Placement | None = None) 
         raise Illegal("no sound product of these layouts", ALLOWED)
     expected = {Shard(1): Shard(0), PARTIAL: PARTIAL}.get(output, R)
     if bias is not None and bias != expected and not isinstance(output, Mixed):
-        raise Illegal(f"the bias is added {'tp times' if output == PARTIAL else 'to other features'}", f"bias {expected}")
+        raise Illegal(
+            f"the bias is added {'tp times' if output == PARTIAL else 'to other features'}", f"bias {expected}"
+        )
     return output
 
 
-define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", kernel=_linear, fake=_linear_fake, rule=linear_rule)
+define(
+    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", kernel=_linear, fake=_linear_fake, rule=linear_rule
+)
 define("lm_head(Tensor x, Tensor weight) -> Tensor", kernel=_linear, fake=_linear_fake, rule=linear_rule)

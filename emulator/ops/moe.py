@@ -30,7 +30,14 @@ def _whole_rows(**placements: Placement) -> Placement:
 
 
 def _moe_topk(
-    logits: Tensor, bias: Tensor, token_mask: Tensor, k: int, n_group: int, topk_group: int, normalise: bool, scale: float
+    logits: Tensor,
+    bias: Tensor,
+    token_mask: Tensor,
+    k: int,
+    n_group: int,
+    topk_group: int,
+    normalise: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Grouped sigmoid top-k (DeepSeek-V3 routing): (weights [T, k], expert ids [T, k]).
 

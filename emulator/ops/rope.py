@@ -7,9 +7,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from emulator.ops.registry import LOCAL, Illegal, R, compute_dtype, define
 
 
-def rotate(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleaved: bool, scaling: float
-) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleaved: bool, scaling: float) -> Tensor:
     """Rotates x[..., start : start + r], r = 2 * len(inv_freq); x is [T, d] or [T, heads, d].
 
     Pairs are (2i, 2i+1) when interleaved, else (i, i + r/2). The rotated part comes out as [firsts | seconds] in both

@@ -61,6 +61,8 @@ _register(
     "all_to_all_rows(Tensor rows, Tensor send_counts, Tensor recv_counts, str axis, int size) -> Tensor",
     lambda rows, send_counts, recv_counts, axis, size: torch.empty_like(rows),
 )
-_register("slice(Tensor x, str axis, int size, int dim) -> Tensor", lambda x, axis, size, dim: _scaled(x, dim, down=size))
+_register(
+    "slice(Tensor x, str axis, int size, int dim) -> Tensor", lambda x, axis, size, dim: _scaled(x, dim, down=size)
+)
 _register("pad(Tensor x, int dim, int length) -> Tensor", pad_rows, pad_rows)
 _register("unpad(Tensor x, int dim, int length) -> Tensor", _unpad, _unpad)

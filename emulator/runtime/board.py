@@ -126,10 +126,42 @@ class Board:
         return payload if zlib.crc32(payload) == crc else None  # torn write: look again
 
 
+class StoreBoard(Board):
+    """The same agreement through a torch.distributed store, for ranks on several hosts: slower, a few round trips."""
+
+    def __init__(self, world_size: int, store: Any):
+        super().__init__(world_size)
+        self.store = store
+
+    def abort(self) -> None:
+        super().abort()
+        self.store.set("emulator/abort", b"1")
+
+    def agree(
+        self, axis: str, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
+    ) -> list[dict[str, Any]]:
+        sequence = self._sequence[axis] = self._sequence.get(axis, 0) + 1
+        self.store.set(f"emulator/{axis}/{sequence}/{rank}", json.dumps(call))
+        missing = list(members)
+        deadline = time.monotonic() + timeout
+        while missing:
+            missing = [m for m in missing if not self.store.check([f"emulator/{axis}/{sequence}/{m}"])]
+            if missing and self.store.check(["emulator/abort"]):
+                raise PeerFailed("another rank failed")
+            if missing and time.monotonic() > deadline:
+                raise PeerStalled(
+                    f"{call.get('op')} on {axis} in {call.get('module')}: waited {timeout:g} s for "
+                    f"rank {', '.join(map(str, missing))}"
+                )
+        return [json.loads(self.store.get(f"emulator/{axis}/{sequence}/{m}")) for m in members]
+
+
 def compare_calls(axis: str, members: Sequence[int], calls: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
     """Raises CallMismatch, naming each rank's value of the first field on which the calls differ."""
     for name in fields:
         values = [json.dumps(c.get(name)) for c in calls]
         if len(set(values)) > 1:
-            found = "; ".join(f"rank {m}: {c.get('op')} {name}={v} in {c.get('module')}" for m, c, v in zip(members, calls, values))
+            found = "; ".join(
+                f"rank {m}: {c.get('op')} {name}={v} in {c.get('module')}" for m, c, v in zip(members, calls, values)
+            )
             raise CallMismatch(f"ranks of {axis} disagree on {name}: {found}")

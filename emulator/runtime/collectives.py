@@ -27,13 +27,22 @@ class Collectives:
         self.mesh, self.rank, self.board, self.transport, self.timeout = mesh, rank, board, transport, timeout
         self.on_mixed = on_mixed
 
-    def call(self, op: str, x: Tensor, *args: Any, node: str, module: str, layout: str, ids: Tensor | None = None) -> Tensor:
+    def call(
+        self, op: str, x: Tensor, *args: Any, node: str, module: str, layout: str, ids: Tensor | None = None
+    ) -> Tensor:
         """Executes a transition op of the rank graph on this rank's tensor. ids: global token id of each row of x."""
         if op == "slice":
             axis, size, dim = args
             return x.chunk(size, dim)[self.mesh.index(axis, self.rank)].clone()
         axis = args[2] if op == "all_to_all_rows" else args[0]
-        call = {"op": op, "node": node, "module": module, "dtype": str(x.dtype), "shape": list(x.shape), "layout": layout}
+        call = {
+            "op": op,
+            "node": node,
+            "module": module,
+            "dtype": str(x.dtype),
+            "shape": list(x.shape),
+            "layout": layout,
+        }
         if op == "all_to_all_rows":
             return self._all_to_all_rows(x, *args, call=call)
         call["dim"] = list(args[2:])

@@ -140,7 +140,7 @@ class Executor:
         for edge in self.edges.get(node.name, ()):
             value = _describe(self.env[node], node.meta["layout"])
             self.writer.append(
-                {"kind": "boundary", "node": node.name, "module": edge.module, "port": edge.port,
+                {"kind": "boundary", "node": node.name, "module": edge.module, "port": edge.port, "value": node.meta["layout"].kind,
                  "layer": layer_of(edge.module), "phase": self.phase, "window": self._window(node.meta["layout"]), **value}
             )  # fmt: skip
 
@@ -194,7 +194,9 @@ class Executor:
             names.update({n: ("", "", "dim") for n in ("all_gather", "reduce_scatter", "slice")})
             return {k: v for k, v in zip(names.get(name, ()), node.args[1:]) if k}
         return {
-            k: v for k, v in zip(OPS[name].argument_names, node.args) if not isinstance(v, (fx.Node, list, tuple)) and v is not None
+            k: v
+            for k, v in zip(OPS[name].argument_names, node.args)
+            if not isinstance(v, (fx.Node, list, tuple)) and v is not None
         }
 
 

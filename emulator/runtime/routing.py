@@ -28,11 +28,18 @@ class BalancedRouting:
     def _expert_counts(mesh: Mesh, source: int, tokens: Tokens, num_experts: int, k: int) -> list[int]:
         start, end = tokens.window(mesh.index("tp", source))
         first, last = start * k, end * k
-        return [(last - e + num_experts - 1) // num_experts - (first - e + num_experts - 1) // num_experts for e in range(num_experts)]
+        return [
+            (last - e + num_experts - 1) // num_experts - (first - e + num_experts - 1) // num_experts
+            for e in range(num_experts)
+        ]
 
     def dispatch(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Shapes of moe_dispatch on this rank's real tokens."""
-        return x.new_empty((self.num_rows, x.shape[1])), ids.new_empty((1, num_experts)), ids.new_empty((self.num_rows,))
+        return (
+            x.new_empty((self.num_rows, x.shape[1])),
+            ids.new_empty((1, num_experts)),
+            ids.new_empty((self.num_rows,)),
+        )
 
     def sends(self, node: fx.Node) -> list[int]:
         """Rows this rank sends to each rank in an all_to_all_rows node."""
@@ -45,4 +52,3 @@ class BalancedRouting:
         to, back = self.to_experts, self.from_sources
         send, receive = (to, back) if str(node.meta["layout"]) == "expert-rows" else (back, to)
         return (args[0], send, receive, *args[3:])
-

@@ -118,7 +118,9 @@ def run_rank(fn: Callable[[RankContext], Any], context: RankContext, init: str |
         return "error", info
 
 
-def _collect(processes: list, pipes: list[Connection], board: Board, timeout: float, on_progress: Callable) -> list[Any]:
+def _collect(
+    processes: list, pipes: list[Connection], board: Board, timeout: float, on_progress: Callable
+) -> list[Any]:
     """Waits for all ranks, watching for deaths and for ranks without a sign of life."""
     results: dict[int, Any] = {}
     errors: list[dict[str, Any]] = []

@@ -7,8 +7,8 @@ op: seq, node (graph name), op, module (qualified name), layer, phase, group (me
 values), traffic (payload; metadata such as split sizes and masks is not counted), bytes (sent by this rank), start and
 duration (seconds of wall time).
 
-boundary: seq, node, module, port (input, output, output1), layer, phase, shape, dtype, layout, window: a value crossing
-a module's edge.
+boundary: seq, node, module, port (input, output, output1), value (token, rows or cache), layer, phase, shape, dtype,
+layout, window: a value crossing a module's edge.
 """
 
 import json

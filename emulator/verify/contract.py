@@ -140,7 +140,7 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             rules.setdefault((rule.module, rule.port), []).append((rule, [evaluate(d, symbols) for d in rule.shape]))
     breaches, met = [], Counter[int]()
     for record in records:
-        if record["kind"] != "boundary":
+        if record["kind"] != "boundary" or record["value"] != "token":
             continue
         here = rules.get((module_pattern(record["module"]), record["port"]), [])
         fits = [rule for rule, shape in here if _matches(record["shape"], shape)]
@@ -167,11 +167,15 @@ def _check_rows(limit: int | None, records: Sequence[dict]) -> list[Breach]:
             is_token = value["layout"] in ("full-token", "local-token", "partial")
             if limit is not None and is_token and value["shape"] and value["shape"][0] > limit:
                 detail = f"{record['op']} in {record['module']} makes {value['shape'][0]} rows of {limit} tokens"
-                return [Breach(record["module"], record["layer"], {"max_rows": limit}, {"shape": value["shape"]}, detail)]
+                return [
+                    Breach(record["module"], record["layer"], {"max_rows": limit}, {"shape": value["shape"]}, detail)
+                ]
     return []
 
 
-def _check_collectives(contract: Contract, records: Sequence[dict], symbols: Mapping, variants: Mapping) -> list[Breach]:
+def _check_collectives(
+    contract: Contract, records: Sequence[dict], symbols: Mapping, variants: Mapping
+) -> list[Breach]:
     """Counts are exact: each rule's calls are all there, and no call is left that no rule names."""
     rules = [r for r in contract.collective if _applies(r, variants)]
     counts, breaches = Counter[int](), []
@@ -207,3 +211,13 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
         and rule.module == module_pattern(record["module"])
         and (rule.dim is None or rule.dim == record["attrs"].get("dim"))
     )
+
+
+def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Checks the (header, records) of every rank: {verdict, ranks, breaches [{rank, module, layer, expected, found,
+    detail}]}."""
+    breaches = []
+    for header, records in traces:
+        found = check_trace(contract, records, header["symbols"], header["variants"])
+        breaches += [{"rank": header["rank"], **vars(b)} for b in found]
+    return {"verdict": "fail" if breaches else "pass", "ranks": len(traces), "breaches": breaches}

@@ -22,7 +22,11 @@ def is_choice(node: fx.Node) -> bool:
 
 
 def run_reference(
-    program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Any], *, keep: set[str] | None,
+    program: Program,
+    weights: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    *,
+    keep: set[str] | None,
     force: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Values of the Program's nodes named in `keep` (None: every tensor), by node name.
@@ -53,8 +57,12 @@ def run_reference(
 
 
 def tolerances(
-    program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Any], reference: Mapping[str, Tensor],
-    dtype: torch.dtype, seed: int,
+    program: Program,
+    weights: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    reference: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    seed: int,
 ) -> dict[str, float]:
     """Absolute tolerance per node name.
 

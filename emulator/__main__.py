@@ -1,0 +1,13 @@
+"""`python -m emulator` and the `emulator` command."""
+
+import sys
+
+from emulator.cli import app
+
+
+def main() -> None:
+    app(prog_name="emulator")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The command line: commands only, no logic.
+
+Exit codes: 0 all checks hold; 1 a check failed; 2 bad input; 3 a rank failed.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from emulator import job, launcher, profiles, report
+from emulator.errors import RankError, UsageError
+from emulator.layout.plan import load_plan
+from emulator.scenario import default_out_dir, load_scenario
+from emulator.trace.record import read_trace, trace_files
+from emulator.verify.contract import check_folder, load_contract
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Runs DSA models on emulated tensor-parallel ranks and proves their token layouts.",
+)  # fmt: skip
+plan_app = typer.Typer(no_args_is_help=True, help="Look at plans.")
+app.add_typer(plan_app, name="plan")
+
+ScenarioArg = Annotated[
+    str, typer.Argument(help="A name under profiles/scenarios, a TOML file, or an HF model directory.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns errors into one clear line on stderr and an exit code."""
+    try:
+        yield
+    except RankError as error:
+        report.print_rank_error(error)
+        raise typer.Exit(3) from None
+    except UsageError as error:
+        if launcher.is_reporter():
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _variants(given: list[str] | None) -> dict[str, str]:
+    pairs = [item.partition("=") for item in given or []]
+    for key, equals, value in pairs:
+        if not (key and equals and value):
+            raise UsageError(f"--variant {key}{equals}{value}: expected key=value, such as embedding=replicated")
+    return {key: value for key, _, value in pairs}
+
+
+@app.command()
+def run(
+    scenario: ScenarioArg,
+    plan: Annotated[str | None, typer.Option(help="Plan name or TOML file.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks (1 so far).")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: all that divide the experts.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the prefill request.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
+    mode: Annotated[str | None, typer.Option(help="real (tensors and values) or shape (full size, no values).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float64, float32 or bfloat16.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
+    no_static_check: Annotated[bool, typer.Option("--no-static-check", help="Run a plan that breaks a rule.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and token ids.")] = None,
+    weights: Annotated[str | None, typer.Option(help="seed, or a local HF safetensors checkpoint directory.")] = None,
+    latent_norm_eps: Annotated[
+        str | None, typer.Option(help="eps of the latent norms: hf (1e-6 always) or config (as engines do).")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds without progress after which a rank has stalled.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for traces and summary.json.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a scenario on ranks and check every boundary, shape, collective count and value."""
+    with _exit_codes():
+        given: dict[str, Any] = {
+            "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers, "mode": mode,
+            "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights, "timeout": timeout,
+            "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
+        }  # fmt: skip
+        given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
+        if launcher.under_torchrun():
+            given["parallel"] = launcher.sizes_from_world(given["parallel"])
+        loaded = load_scenario(scenario, given)
+        folder = out or default_out_dir(loaded)
+        if launcher.under_torchrun():
+            summary = launcher.run_under_torchrun(loaded, folder)
+            if summary is None:  # only rank 0 reports
+                return
+        else:
+            with report.progress_bar(quiet=not sys.stderr.isatty()) as update:
+                summary = job.run(loaded, folder, update)
+        print(json.dumps(summary)) if as_json else report.print_summary(summary)
+    raise typer.Exit(0 if summary["verdict"] == "pass" else 1)
+
+
+@app.command()
+def check(
+    trace_dir: Annotated[Path, typer.Argument(help="Folder with rank_<r>.jsonl files.")],
+    contract: Annotated[str, typer.Option(help="Contract name or TOML file.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Check the traces of an earlier run against a contract."""
+    with _exit_codes():
+        loaded = load_contract(contract)
+        result = check_folder(loaded, [read_trace(path) for path in trace_files(trace_dir)])
+        print(json.dumps(result)) if as_json else report.print_check(contract, result)
+    raise typer.Exit(0 if result["verdict"] == "pass" else 1)
+
+
+@plan_app.command("show")
+def plan_show(
+    name: Annotated[str, typer.Argument(help="Plan name or TOML file.")],
+    variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
+) -> None:
+    """Print a plan's table with the chosen variants."""
+    with _exit_codes():
+        report.print_plan(load_plan(name, _variants(variant)))
+
+
+@app.command("profiles")
+def list_profiles() -> None:
+    """List the models, plans, contracts and scenarios that come with the package."""
+    console = Console()
+    for kind in profiles.KINDS:
+        console.print(f"[bold]{kind}[/bold]: " + ", ".join(profiles.names(kind)), soft_wrap=True)

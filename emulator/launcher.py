@@ -1,0 +1,115 @@
+"""The same job under torchrun: each process is a rank; what a host shares is prepared by its first process."""
+
+import json
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from emulator.errors import RankError, UsageError
+from emulator.job import Prepared, add_batch, prepare, run_on_rank, single_thread, summarise
+from emulator.runtime.board import Board, StoreBoard
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
+from emulator.runtime.transport import Gloo, gather_objects
+from emulator.runtime.world import RankContext, rank_error, run_rank
+from emulator.scenario import Scenario
+
+_JOIN_TIMEOUT_S = 300.0
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one rank of a torchrun launch."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_reporter() -> bool:
+    """Whether this process may print: the only one, or rank 0."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def sizes_from_world(given: dict[str, int]) -> dict[str, int]:
+    """Parallel sizes filled up from torchrun's world size; UsageError when they contradict it."""
+    world = int(os.environ["WORLD_SIZE"])
+    dp = given.get("dp", 1)
+    tp = given.get("tp", world // dp)
+    if tp * dp != world:
+        raise UsageError(f"dp {dp} * tp {tp} needs {tp * dp} ranks, torchrun started {world}")
+    return {**given, "tp": tp, "dp": dp}
+
+
+def run_under_torchrun(scenario: Scenario, out_dir: Path | None) -> dict[str, Any] | None:
+    """Runs this process's rank. Rank 0 returns the summary, the others None. Raises as job.run does."""
+    started = time.perf_counter()
+    rank = int(os.environ["RANK"])
+    with single_thread():
+        mesh = scenario.mesh(scenario.config())
+        gloo = Gloo(mesh, rank, init_method="env://", timeout=max(scenario.timeout, _JOIN_TIMEOUT_S))
+        prepared, board = _share(scenario, out_dir, mesh, rank)
+        context = RankContext(mesh, rank, board, gloo if scenario.mode == "real" else None, scenario.timeout)
+        status, outcome = run_rank(lambda c: run_on_rank(prepared, c), context, None)
+        if status == "error":
+            _fail(outcome, board)
+        reports = gather_objects(outcome, mesh, rank)
+        gloo.close()
+    return summarise(prepared, reports, time.perf_counter() - started) if reports else None
+
+
+def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> tuple[Prepared, Board]:
+    """Everything that is the same on all ranks; weights, reference and board exist once per host, mapped."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"emulator/{os.environ['TORCHELASTIC_RUN_ID']}/host{os.environ['GROUP_RANK']}"
+    one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    if os.environ["LOCAL_RANK"] == "0":
+        folder = shared_folder()
+        try:
+            prepared = prepare(scenario, out_dir)
+            _publish(prepared, folder)
+            store.set(key, str(folder))
+            board = _board(mesh, folder if one_host else None, store)
+            dist.barrier()  # everyone has mapped the files: they can go
+        finally:
+            remove_shared(folder)
+    else:
+        prepared = prepare(scenario, out_dir, graph_only=True)
+        folder = Path(store.get(key).decode())
+        if scenario.mode == "real":
+            add_batch(prepared)
+            prepared.weights = map_shared(folder / "weights")
+            prepared.reference = map_shared(folder / "reference")
+            prepared.tolerance = json.loads((folder / "tolerance.json").read_text())
+        board = _board(mesh, folder if one_host else None, store)
+        dist.barrier()
+    return prepared, board
+
+
+def _publish(prepared: Prepared, folder: Path) -> None:
+    for name in ("weights", "reference"):
+        (folder / name).mkdir()
+    write_shared([dict(prepared.weights)], folder / "weights")
+    write_shared([dict(prepared.reference)], folder / "reference")
+    (folder / "tolerance.json").write_text(json.dumps(dict(prepared.tolerance)))
+    (folder / "board").write_bytes(bytes(Board.size_of(prepared.mesh.size)))
+
+
+def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
+    """Shared memory when all ranks are on this host, else the rendezvous store."""
+    if folder is None:
+        return StoreBoard(mesh.size, store)
+    with (folder / "board").open("r+b") as file:
+        return Board(mesh.size, mmap.mmap(file.fileno(), 0))
+
+
+def _fail(info: dict[str, Any], board: Board) -> None:
+    """The rank that failed reports and ends the launch; ranks that only follow leave without a word."""
+    error = rank_error([info], board)
+    if info["secondary"]:
+        os._exit(3)
+    if isinstance(error, RankError):
+        print(f"error: {error}", flush=True, file=sys.stderr)
+        os._exit(3)
+    raise error

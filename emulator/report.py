@@ -1,0 +1,166 @@
+"""What people see: the boundary table, collectives, checks, and the first failure."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from emulator.errors import RankError
+from emulator.layout.plan import Plan
+
+_SHOWN = (  # one layer's boundaries, in the order of the RFC's contract table
+    ("input_layernorm", "output"),
+    ("self_attn", "input"),
+    ("self_attn.indexer", "output"),
+    ("self_attn.attn", "output"),
+    ("self_attn.o_proj", "input"),
+    ("self_attn.o_proj", "output"),
+    ("post_attention_layernorm", "output"),
+    ("post_attention_layernorm", "output1"),
+    ("mlp.gate_proj", "input"),
+    ("mlp.gate", "output"),
+    ("mlp.topk", "output1"),
+    ("mlp.experts.gate_up_proj", "input"),
+    ("mlp.experts", "output"),
+    ("mlp.shared_experts", "output"),
+    ("mlp", "output"),
+)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The readable form of a run's summary, on stdout."""
+    console = Console() if sys.stdout.isatty() else Console(width=130)  # a file or a pipe has no edge
+    parallel = " ".join(f"{k} {v}" for k, v in summary["parallel"].items())
+    variants = ", ".join(f"{k}={v}" for k, v in summary["variants"].items())
+    console.print(
+        f"[bold]{summary['scenario']}[/bold]  plan {summary['plan']} ({variants})  {parallel}  "
+        f"{summary['tokens']} tokens  {summary['layers']} layers  {summary['mode']} {summary['dtype']}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(_boundary_table(summary))
+    console.print(_collective_table(summary))
+    for check in summary["checks"]:
+        mark = "[green]ok  [/green]" if check["passed"] else "[red]FAIL[/red]"
+        console.print(f"{mark} {check['name']}: ", end="", soft_wrap=True)
+        console.print(check["detail"], markup=False, highlight=False, soft_wrap=True)
+    if summary["max_abs_error"] is not None:
+        console.print(
+            f"largest error {summary['max_abs_error']:.2g} absolute, {summary['max_rel_error']:.2g} of the reference's "
+            f"largest value, {summary['max_error_in_tolerances']:.2g} tolerances",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if summary["first_failure"]:
+        _print_failure(console, summary["first_failure"])
+    rss = summary["peak_rss_mb"]
+    console.print(
+        f"{summary['wall_s']} s, {rss['total']:.0f} MiB for the whole process tree"
+        + (f", traces in {summary['out_dir']}" if summary["out_dir"] else ""),
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    colour = "green" if summary["verdict"] == "pass" else "red"
+    console.print(f"[bold {colour}]verdict: {summary['verdict']}[/bold {colour}]")
+
+
+def _boundary_table(summary: dict[str, Any]) -> Table:
+    """Boundaries of the last layer on rank 0; output1 is a module's second output (a norm's residual)."""
+    layer = summary["layers"] - 1
+    prefix = f"model.layers.{layer}."
+    table = _table(f"boundaries of layer {layer} on rank 0", "module", "port", "layout", "shape", "")
+    failure = summary["first_failure"] or {}
+    for name, port in _SHOWN:
+        here = [b for b in summary["boundaries"] if b["module"] == prefix + name and b["port"] == port]
+        for layout, shape in dict.fromkeys(
+            (b["layout"], tuple(b["shape"])) for b in here if b["layout"] != "replicated"
+        ):
+            broken = failure.get("module") == prefix + name and failure.get("port", port) == port
+            mark = "[red]FAIL[/red]" if broken else "[green]ok[/green]"
+            table.add_row(name, port, layout, _shape(list(shape)), mark)
+    return table
+
+
+def _collective_table(summary: dict[str, Any]) -> Table:
+    table = _table("collectives of all layers (MiB sent by rank 0)", "group", "op", "module", "shape", "count", "MiB")
+    for c in summary["collectives"]:
+        shape = f"{_shape(c['input_shape'])} -> {_shape(c['output_shape'])}"
+        op = c["op"] + (f" dim {c['dim']}" if isinstance(c["dim"], int) and c["dim"] > 0 else "")
+        module = c["module"].removeprefix("model.layers.")
+        table.add_row(c["group"], op, module, shape, str(c["count"]), f"{c['bytes_per_rank'] / 2**20:.2f}")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column in ("count", "MiB") else "left")
+    return table
+
+
+def _shape(shape: list[int | None]) -> str:
+    return "[" + ", ".join("*" if d is None else str(d) for d in shape) + "]"
+
+
+def _print_failure(console: Console, failure: dict[str, Any]) -> None:
+    console.print("[red]first broken boundary[/red]")
+    rows = {
+        "module": f"{failure['module']}" + (f" ({failure['port']})" if "port" in failure else ""),
+        "rank": failure["rank"],
+        "expected": failure["expected"],
+        "found": failure["found"],
+        "detail": failure["detail"],
+    }
+    for key, value in rows.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        console.print(f"  {key:9}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_check(contract: str, result: dict[str, Any]) -> None:
+    """Outcome of checking stored traces."""
+    for breach in result["breaches"][:20]:
+        print(f"rank {breach['rank']}: {breach['detail']}; expected {breach['expected']}, found {breach['found']}")
+    if len(result["breaches"]) > 20:
+        print(f"... and {len(result['breaches']) - 20} more")
+    print(f"contract {contract} on {result['ranks']} ranks: {result['verdict']}")
+
+
+def print_plan(plan: Plan) -> None:
+    """A plan's resolved table."""
+    console = Console()
+    console.print(f"[bold]{plan.name}[/bold]: {plan.description}", highlight=False)
+    console.print("variants: " + ", ".join(f"{k}={v}" for k, v in plan.variants.items()), highlight=False)
+    table = Table("module", "input is brought to", "weight", "output leaves as")
+    for pattern, row in plan.rows.items():
+        table.add_row(pattern, row.input or "as it comes", row.weight or "-", row.output or "as it is")
+    console.print(table)
+
+
+def print_rank_error(error: RankError) -> None:
+    """A rank failed: who, where, why, and what the others were doing. On stderr."""
+    print(f"error: {error}", file=sys.stderr)
+    for rank, doing in (error.report.get("others") or {}).items():
+        print(f"  rank {rank} was {doing or 'starting'}", file=sys.stderr)
+    if "traceback" in error.report and error.report.get("kind") not in ("PeerStalled", "CallMismatch"):
+        print(error.report["traceback"], file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr; quiet: no output. Yields update(stage, fraction)."""
+    if quiet:
+        yield lambda stage, fraction: None
+        return
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # no refresh thread: the ranks are forked from this process
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("starting", total=1.0)
+
+        def update(stage: str, fraction: float) -> None:
+            progress.update(task, description=stage, completed=fraction)
+            progress.refresh()
+
+        yield update
