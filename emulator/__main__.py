@@ -1,7 +1,5 @@
 """`python -m emulator` and the `emulator` command."""
 
-import sys
-
 from emulator.cli import app
 
 
@@ -10,4 +8,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,19 +5,24 @@ import mmap
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
 
 from emulator.errors import RankError, UsageError
-from emulator.job import Prepared, add_batch, prepare, run_on_rank, single_thread, summarise
+from emulator.job import single_thread
+from emulator.prepare import Prepared, add_batch, prepare
+from emulator.rank import run_on_rank
 from emulator.runtime.board import Board, StoreBoard
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.runtime.transport import Gloo, gather_objects
 from emulator.runtime.world import RankContext, rank_error, run_rank
 from emulator.scenario import Scenario
+from emulator.verdict import summarise
+from emulator.verify.reference import Tolerance
 
 _JOIN_TIMEOUT_S = 300.0
 
@@ -81,7 +86,7 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
             add_batch(prepared)
             prepared.weights = map_shared(folder / "weights")
             prepared.reference = map_shared(folder / "reference")
-            prepared.tolerance = json.loads((folder / "tolerance.json").read_text())
+            prepared.tolerance = Tolerance(**json.loads((folder / "tolerance.json").read_text()))
         board = _board(mesh, folder if one_host else None, store)
         dist.barrier()
     return prepared, board
@@ -92,7 +97,7 @@ def _publish(prepared: Prepared, folder: Path) -> None:
         (folder / name).mkdir()
     write_shared([dict(prepared.weights)], folder / "weights")
     write_shared([dict(prepared.reference)], folder / "reference")
-    (folder / "tolerance.json").write_text(json.dumps(dict(prepared.tolerance)))
+    (folder / "tolerance.json").write_text(json.dumps(asdict(prepared.tolerance)))
     (folder / "board").write_bytes(bytes(Board.size_of(prepared.mesh.size)))
 
 

@@ -51,7 +51,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["max_abs_error"] is not None:
         console.print(
             f"largest error {summary['max_abs_error']:.2g} absolute, {summary['max_rel_error']:.2g} of the reference's "
-            f"largest value, {summary['max_error_in_tolerances']:.2g} tolerances",
+            f"largest value ({summary['max_error_in_eps']:.2g} eps), "
+            f"{summary['max_error_in_tolerances']:.2g} tolerances",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     if summary["first_failure"]:

@@ -17,7 +17,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Parallel(BaseModel):
-    """Sizes only; behaviour follows from the plan and the model. ep: None = the largest that divides ranks and experts."""
+    """Sizes only; behaviour follows from plan and model. ep: None = the largest that divides ranks and experts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     tp: PositiveInt = 4

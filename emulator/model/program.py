@@ -8,7 +8,8 @@ from torch import Tensor, fx, nn
 
 import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.model.config import ModelConfig
-from emulator.model.layers import Batch, DecoderLayer, FinalNorm, Linear, ProgramOptions, parameter
+from emulator.model.decoder import DecoderLayer
+from emulator.model.layers import Batch, FinalNorm, Linear, ProgramOptions, parameter
 
 BATCH_INPUTS = tuple(f.name for f in fields(Batch))
 
@@ -53,7 +54,7 @@ class Backbone(nn.Module):
 class CausalLM(nn.Module):
     """Token ids and a batch description -> logits [T, vocab] of every row."""
 
-    def __init__(self, config: ModelConfig, options: ProgramOptions = ProgramOptions()):
+    def __init__(self, config: ModelConfig, options: ProgramOptions):
         super().__init__()
         self.model = Backbone(config, options)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
@@ -117,8 +118,9 @@ class _ModuleTracer(fx.Tracer):
         return node
 
 
-def build_program(config: ModelConfig, options: ProgramOptions = ProgramOptions()) -> Program:
+def build_program(config: ModelConfig, options: ProgramOptions | None = None) -> Program:
     """Traces the model into its single-device graph. Costs no weight memory: parameters are meta tensors."""
+    options = options or ProgramOptions()
     root = CausalLM(config, options)
     graph = _ModuleTracer(root).trace(root)
     names = tuple(name for name, _ in root.named_modules() if name)

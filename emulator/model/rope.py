@@ -1,6 +1,6 @@
 """Rotary frequencies and softmax scale, default and yarn.
 
-Formulas: YaRN (arXiv 2309.00071) section 3 as HF's rope initialisation applies it; facts in DeepSeek's published config.
+Formulas: YaRN (arXiv 2309.00071), section 3, as HF's rope initialisation applies it.
 """
 
 import math

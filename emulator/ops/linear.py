@@ -6,10 +6,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from emulator.ops.registry import LOCAL, PARTIAL, Illegal, Mixed, R, define
 
-ALLOWED = (
-    "full-token x whole W -> full-token; local-token x whole W -> local-token; "
-    "full-token x W split by out-features -> feature shard; feature shard x W split by in-features -> partial"
-)
+ALLOWED = "full-token or local-token with a whole weight; full-token with a weight split by features"
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,8 +28,8 @@ def linear_rule(x: Placement, weight: Placement, bias: Placement | None = None) 
         output = PARTIAL
     elif x == LOCAL and weight == Shard(0):
         raise Illegal(
-            "a weight split by features meets local tokens on one axis: rank r's rows and rank s's rows are different "
-            "tokens, so the feature shards can never be summed or joined",
+            "on one axis, rows of different tokens meet shards of features: their products can be neither summed nor "
+            "joined over the ranks",
             ALLOWED,
             fallback=Mixed(Shard(1)),
         )

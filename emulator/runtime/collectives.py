@@ -35,7 +35,7 @@ class Collectives:
             axis, size, dim = args
             return x.chunk(size, dim)[self.mesh.index(axis, self.rank)].clone()
         axis = args[2] if op == "all_to_all_rows" else args[0]
-        call = {
+        call: dict[str, Any] = {
             "op": op,
             "node": node,
             "module": module,

@@ -90,10 +90,8 @@ class Executor:
             return node.target(*args, **node.kwargs)
         self.board.set_status(self.rank, f"running {name} ({node.name}) of {node.meta['module']}")
         start = time.perf_counter()
-        if name in TRANSITIONS:
-            value = self._transition(name, node, args)
-        else:
-            value = self._compute(name, node, args)
+        execute = self._transition if name in TRANSITIONS else self._compute
+        value = execute(name, node, args)
         self._record(node, name, args, value, start)
         return value
 
@@ -140,9 +138,18 @@ class Executor:
         for edge in self.edges.get(node.name, ()):
             value = _describe(self.env[node], node.meta["layout"])
             self.writer.append(
-                {"kind": "boundary", "node": node.name, "module": edge.module, "port": edge.port, "value": node.meta["layout"].kind,
-                 "layer": layer_of(edge.module), "phase": self.phase, "window": self._window(node.meta["layout"]), **value}
-            )  # fmt: skip
+                {
+                    "kind": "boundary",
+                    "node": node.name,
+                    "module": edge.module,
+                    "port": edge.port,
+                    "value": node.meta["layout"].kind,
+                    "layer": layer_of(edge.module),
+                    "phase": self.phase,
+                    "window": self._window(node.meta["layout"]),
+                    **value,
+                }
+            )
 
     def _window(self, layout: Layout) -> list[int] | None:
         if layout.kind != "token" or layout.on("tp") == R:

@@ -46,4 +46,4 @@ class Mesh:
 
     def groups(self, axis: str) -> list[list[int]]:
         """Every group along `axis`."""
-        return sorted({tuple(self.members(axis, r)) for r in range(self.size)}, key=lambda g: g[0])  # type: ignore[return-value]
+        return [list(g) for g in sorted({tuple(self.members(axis, r)) for r in range(self.size)})]

@@ -125,11 +125,11 @@ def _collect(
     results: dict[int, Any] = {}
     errors: list[dict[str, Any]] = []
     seen = [(time.monotonic(), -1)] * len(processes)
-    open_ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
+    open_ranks: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_ranks and not errors:
         for pipe in wait(list(open_ranks), timeout=0.1):
-            rank = open_ranks.pop(pipe)  # type: ignore[index,arg-type]
-            _take(pipe, rank, processes, board, results, errors)  # type: ignore[arg-type]
+            rank = open_ranks.pop(pipe)
+            _take(pipe, rank, processes, board, results, errors)
         on_progress(board)
         now = time.monotonic()
         for rank in open_ranks.values():
@@ -144,12 +144,12 @@ def _collect(
         deadline = time.monotonic() + _GRACE_S
         while open_ranks and time.monotonic() < deadline:
             for pipe in wait(list(open_ranks), timeout=0.05):
-                _take(pipe, open_ranks.pop(pipe), processes, board, results, errors)  # type: ignore[arg-type,index]
+                _take(pipe, open_ranks.pop(pipe), processes, board, results, errors)
         raise rank_error(errors, board)
     return [results[rank] for rank in range(len(processes))]
 
 
-def _take(pipe: Connection, rank: int, processes: list, board: Board, results: dict, errors: list) -> None:
+def _take(pipe: Any, rank: int, processes: list, board: Board, results: dict, errors: list) -> None:
     try:
         status, value = pickle.loads(pipe.recv_bytes())
     except EOFError:

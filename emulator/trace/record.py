@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 class TraceWriter:
-    """Appends records to DIR/rank_<r>.jsonl; each line reaches the file at once. path None keeps them in memory only."""
+    """Appends records to a file, each line at once; with path None it only keeps them in memory."""
 
     def __init__(self, path: Path | None, header: dict[str, Any]):
         self.records: list[dict[str, Any]] = []

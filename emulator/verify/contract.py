@@ -91,7 +91,8 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
         "Q": config.q_lora_rank, "R": config.kv_lora_rank, "r": config.qk_rope_head_dim, "d": config.index_head_dim,
         "K": config.index_topk, "E": config.n_routed_experts, "k": config.num_experts_per_tok,
         "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
-        "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1, "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
+        "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1,
+        "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
     }  # fmt: skip
 
 
@@ -148,14 +149,18 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             met[id(rule)] += 1
         good = [r for r in fits if symbols["tp"] == 1 or r.layout == record["layout"]]
         if here and not good:
-            expected = {"layout": here[0][0].layout, "shape": here[0][1], "source": here[0][0].source}
+            expected: dict[str, Any] = {"layout": here[0][0].layout, "shape": here[0][1], "source": here[0][0].source}
             found = {"layout": record["layout"], "shape": record["shape"]}
             detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
             breaches.append(Breach(record["module"], record["layer"], expected, found, detail))
     for (module, port), here in rules.items():
         for rule, shape in here:
             if met[id(rule)] < _scope_size(rule.per, symbols):
-                expected = {"layout": rule.layout, "shape": shape, "times": _scope_size(rule.per, symbols)}
+                expected: dict[str, Any] = {
+                    "layout": rule.layout,
+                    "shape": shape,
+                    "times": _scope_size(rule.per, symbols),
+                }
                 detail = f"{port} of {module} with shape {shape} seen {met[id(rule)]} times"
                 breaches.append(Breach(module, None, expected, {"times": met[id(rule)]}, detail))
     return breaches
@@ -197,10 +202,10 @@ def _check_collectives(
                 breaches.append(Breach(record["module"], record["layer"], {"shape": wanted}, {"shape": shape}, detail))
     for rule in rules:
         size = {"tp": symbols["tp"], "ep": symbols["ep"]}.get(rule.group, 1)
-        wanted = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
-        if counts[id(rule)] != wanted:
-            detail = f"{rule.op} on {rule.group} in {rule.module}: {counts[id(rule)]} calls, expected {wanted}"
-            breaches.append(Breach(rule.module, None, {"count": wanted}, {"count": counts[id(rule)]}, detail))
+        calls = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
+        if counts[id(rule)] != calls:
+            detail = f"{rule.op} on {rule.group} in {rule.module}: {counts[id(rule)]} calls, expected {calls}"
+            breaches.append(Breach(rule.module, None, {"count": calls}, {"count": counts[id(rule)]}, detail))
     return breaches
 
 

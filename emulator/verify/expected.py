@@ -64,6 +64,7 @@ class Expectation:
         """Dispatched rows. The reference sorts all tokens' rows by expert. A rank in token-rows holds those of its own
         tokens in that order; in expert-rows those of its experts, by source rank and then in that order."""
         dispatch = self.dispatch_of[origin]
+        assert dispatch is not None
         order, ids = self.reference[dispatch.order], self.reference[dispatch.ids]
         k = ids.shape[1]
         token, expert = order // k, ids.flatten()[order]

@@ -1,7 +1,7 @@
-"""The reference run: the Program on one process, whole weights, no ranks. Its values are what ranks are compared with."""
+"""The reference run: the Program on one process, whole weights, no ranks. Ranks are compared with its values."""
 
-import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ from torch import Tensor, fx
 from emulator.model.program import Program
 from emulator.ops.registry import op_name
 from emulator.runtime.executor import last_uses
+from emulator.verify.choices import differing_rows, is_choice
 
-_FACTOR = 16.0  # rank runs re-order several sums per layer; one perturbation re-rounds each weight once
+_FACTOR = 4.0  # several sums are re-ordered per layer; one perturbation re-rounds each weight once
+_FLIP_FACTOR = 4.0  # the same for the share of rows whose choice falls the other way
 
 
-def is_choice(node: fx.Node) -> bool:
-    """Whether a Program node holds a discrete choice (top-k ids, routed experts and their weights)."""
-    if node.target is operator.getitem:
-        return op_name(node.args[0].target) == "moe_topk"  # type: ignore[union-attr]
-    return op_name(node.target) == "dsa_indexer_topk"
+@dataclass(frozen=True)
+class Tolerance:
+    """absolute: largest error allowed, per node name. flips: share of rows of a discrete choice that may differ."""
+
+    absolute: dict[str, float]
+    flips: dict[str, float]
 
 
 def run_reference(
@@ -31,8 +34,8 @@ def run_reference(
 ) -> dict[str, Tensor]:
     """Values of the Program's nodes named in `keep` (None: every tensor), by node name.
 
-    inputs: graph inputs; their caches are written. force: values that replace the discrete choices, so that runs of
-    lower precision are compared on the same choices.
+    inputs: graph inputs; their caches are written. force: values with which the run goes on in place of its own
+    discrete choices (which are still the ones returned), so that two runs are compared on the same choices.
     """
     env: dict[fx.Node, Any] = {}
     kept: dict[str, Tensor] = {}
@@ -45,9 +48,7 @@ def run_reference(
                 env[node] = weights[node.target]
             elif node.op == "call_function":
                 value = node.target(*fx.map_arg(node.args, env.__getitem__), **node.kwargs)
-                if force is not None and is_choice(node):
-                    value = force[node.name]
-                env[node] = value
+                env[node] = force[node.name] if force is not None and is_choice(node) else value
                 if isinstance(value, Tensor) and (keep is None or node.name in keep):
                     # a cache is written in place again later, so it is copied as it is now
                     kept[node.name] = value.clone() if op_name(node.target) == "cache_write" else value
@@ -63,16 +64,16 @@ def tolerances(
     reference: Mapping[str, Tensor],
     dtype: torch.dtype,
     seed: int,
-) -> dict[str, float]:
-    """Absolute tolerance per node name.
+) -> Tolerance:
+    """How far a rank's values may be from the reference.
 
-    float64: 1e-9 of the reference's largest value; re-ordered sums differ by about 1e-12 of it. Other dtypes: a fixed
-    multiple of what a re-rounding of every weight (one eps, random sign) does to the value, at least that many eps of
-    its largest value. The discrete choices are held fixed while that is measured.
+    float64: 1e-9 of the reference's largest value (re-ordered sums differ by about 1e-12 of it), and no choice flips.
+    Other dtypes: a fixed multiple of what a re-rounding of every weight (one eps, random sign) does to a value, at
+    least that many eps of its largest value; measured with the discrete choices held fixed.
     """
     scales = {name: _scale(value) for name, value in reference.items()}
     if dtype == torch.float64:
-        return {name: 1e-9 * scale for name, scale in scales.items()}
+        return Tolerance({name: 1e-9 * scale for name, scale in scales.items()}, {})
     eps = torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(seed)
     perturbed = {
@@ -80,10 +81,16 @@ def tolerances(
         for name, w in weights.items()
     }
     other = run_reference(program, perturbed, inputs, keep=set(reference), force=reference)
-    return {
-        name: _FACTOR * max(eps * scales[name], _largest_difference(other[name], value))
-        for name, value in reference.items()
-    }
+    choices = {node.name for node in program.graph.nodes if is_choice(node)}
+    absolute, flips = {}, {}
+    for name, value in reference.items():
+        absolute[name] = _FACTOR * eps * scales[name]
+        if name in choices:  # rows that flip would drown the rounding of those that do not
+            differing = differing_rows(other[name], value, absolute[name])
+            flips[name] = _FLIP_FACTOR * max(float(differing.float().mean()), 0.005)
+        else:
+            absolute[name] = max(absolute[name], _FACTOR * _largest_difference(other[name], value))
+    return Tolerance(absolute, flips)
 
 
 def _scale(value: Tensor) -> float:
