@@ -8,16 +8,14 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from emulator.layout.placement import Layout
 from emulator.model.batch import own_caches
 from emulator.prepare import Prepared
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.executor import Executor
-from emulator.runtime.rank_weights import fake_shard, local_shard
-from emulator.runtime.routing import BalancedRouting
+from emulator.runtime.rank_weights import local_shard
+from emulator.runtime.shape_mode import ShapeMode
 from emulator.runtime.world import RankContext
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
@@ -78,18 +76,20 @@ def _run_values(prepared: Prepared, rank: int, common: dict[str, Any]) -> ValueR
 
 
 def _run_shapes(prepared: Prepared, rank: int, common: dict[str, Any]) -> None:
-    config, scenario = prepared.config, prepared.scenario
-    routing = BalancedRouting(
-        prepared.mesh, rank, prepared.rank_graph.tokens, config.n_routed_experts, config.num_experts_per_tok
-    )
+    config = prepared.config
+    shapes = ShapeMode(
+        prepared.mesh, rank, prepared.rank_graph.tokens, config.n_routed_experts, config.num_experts_per_tok,
+        prepared.scenario.torch_dtype,
+    )  # fmt: skip
+    parameters = prepared.program.parameters
     with FakeTensorMode():
-        batch = build_batch_shapes(prepared)
-
-        def weights(name: str, layout: Layout) -> Tensor:
-            shape = tuple(prepared.program.parameters[name].shape)
-            return fake_shard(name, shape, scenario.torch_dtype, layout, prepared.mesh)
-
-        Executor(prepared.rank_graph, weights=weights, inputs=batch, routing=routing, **common).run()
+        Executor(
+            prepared.rank_graph,
+            weights=lambda name, layout: shapes.weight(name, tuple(parameters[name].shape), layout),
+            inputs=build_batch_shapes(prepared),
+            shapes=shapes,
+            **common,
+        ).run()
 
 
 def build_batch_shapes(prepared: Prepared) -> dict[str, Any]:

@@ -8,14 +8,15 @@ messages. The board also holds what each rank is doing now, for the report after
 
 import json
 import mmap
-import os
 import struct
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HEADER = struct.Struct("<QII")  # sequence, length, crc
+import numpy as np
+
+_HEADER = struct.Struct("<QQ")  # count, length
+_FLAGS = 64
 _STATUS_BYTES = 512
 _AXES = ("tp", "ep", "dp", "world")
 
@@ -33,19 +34,23 @@ class PeerStalled(RuntimeError):
 
 
 class Board:
-    """Shared pages: an abort flag, a status per rank, and per (rank, axis) a ring of two posted calls."""
+    """Shared pages: an abort flag, a status per rank, and per (rank, axis) a counter of posted calls and a ring of the
+    last two. A rank can be one call ahead of its group, not two: the second needs everyone's first."""
 
     def __init__(self, world_size: int, memory: mmap.mmap | None = None):
         self.world_size = world_size
-        self.slot_bytes = 2048 + 24 * world_size
-        self.bytes = self.size_of(world_size)
-        self.memory = memory if memory is not None else mmap.mmap(-1, self.bytes)
-        self._sequence: dict[str, int] = {}
+        self.memory = memory if memory is not None else mmap.mmap(-1, self.size_of(world_size))
+        self._posted = np.frombuffer(self.memory, dtype=np.uint64, count=len(_AXES) * world_size, offset=_FLAGS)
+        self._posted = self._posted.reshape(len(_AXES), world_size)
+        self._statuses = _FLAGS + self._posted.nbytes
+        self._slots = self._statuses + world_size * _STATUS_BYTES
+        self._slot_bytes = _slot_bytes(world_size)
         self._status_count = 0
 
     @staticmethod
     def size_of(world_size: int) -> int:
-        return 64 + world_size * (_STATUS_BYTES + len(_AXES) * 2 * (2048 + 24 * world_size))
+        per_rank = _STATUS_BYTES + len(_AXES) * (8 + 2 * _slot_bytes(world_size))
+        return _FLAGS + world_size * per_rank
 
     # -- abort and status ---------------------------------------------------------------------------------------------
 
@@ -60,12 +65,15 @@ class Board:
     def set_status(self, rank: int, text: str) -> None:
         """What `rank` does now; each call also counts as a sign of life."""
         self._status_count += 1
-        self._write(64 + rank * _STATUS_BYTES, self._status_count, text.encode()[: _STATUS_BYTES - _HEADER.size])
+        payload = text.encode()[: _STATUS_BYTES - _HEADER.size]
+        offset = self._statuses + rank * _STATUS_BYTES
+        self.memory[offset + _HEADER.size : offset + _HEADER.size + len(payload)] = payload
+        _HEADER.pack_into(self.memory, offset, self._status_count, len(payload))
 
     def status(self, rank: int) -> tuple[int, str]:
         """(signs of life so far, what the rank said last)."""
-        offset = 64 + rank * _STATUS_BYTES
-        count, length, _ = _HEADER.unpack_from(self.memory, offset)
+        offset = self._statuses + rank * _STATUS_BYTES
+        count, length = _HEADER.unpack_from(self.memory, offset)
         start = offset + _HEADER.size
         return count, bytes(self.memory[start : start + length]).decode(errors="replace")
 
@@ -73,57 +81,58 @@ class Board:
 
     def agree(
         self, axis: str, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
-    ) -> list[dict[str, Any]]:
+    ) -> list[Mapping[str, Any]]:
         """Posts `call` and returns the posts of all `members`, in order, for the same call number on this axis.
 
         Raises PeerStalled after `timeout` seconds, naming the ranks that did not come and what they do instead;
         PeerFailed when the run is being aborted.
         """
-        sequence = self._sequence[axis] = self._sequence.get(axis, 0) + 1
+        row = self._posted[_AXES.index(axis)]
+        sequence = int(row[rank]) + 1
         payload = json.dumps(call).encode()
-        if len(payload) > self.slot_bytes - _HEADER.size:
-            payload = json.dumps({**call, "module": "...", "splits": zlib.crc32(payload)}).encode()
-        self._write(self._slot(axis, rank, sequence), sequence, payload)
-        deadline, delay = time.monotonic() + timeout, 0.0
-        posts: dict[int, dict[str, Any]] = {}
-        while True:
-            for member in members:
-                if member not in posts and (found := self._read(self._slot(axis, member, sequence), sequence)):
-                    posts[member] = json.loads(found)
-            if len(posts) == len(members):
-                return [posts[m] for m in members]
+        if len(payload) > self._slot_bytes - _HEADER.size:
+            raise ValueError(f"call description of {len(payload)} bytes does not fit the board: {call}")
+        offset = self._slot(axis, rank, sequence)
+        self.memory[offset + _HEADER.size : offset + _HEADER.size + len(payload)] = payload
+        _HEADER.pack_into(self.memory, offset, sequence, len(payload))
+        row[rank] = sequence  # last: from here on the others may read the post
+        self._await(row, members, sequence, call, timeout)
+        posts = [self._read(self._slot(axis, m, sequence)) for m in members]
+        if all(post == payload for post in posts):
+            return [call] * len(members)
+        return [json.loads(post) for post in posts]
+
+    def _await(
+        self, row: np.ndarray, members: Sequence[int], sequence: int, call: Mapping[str, Any], timeout: float
+    ) -> None:
+        group = np.asarray(members)
+        deadline, polls = time.monotonic() + timeout, 0
+        while (row[group] < sequence).any():
             if self.aborted:
                 raise PeerFailed("another rank failed")
             if time.monotonic() > deadline:
-                missing = [m for m in members if m not in posts]
+                missing = [m for m in members if row[m] < sequence]
                 doing = "; ".join(f"rank {m}: {self.status(m)[1] or 'nothing yet'}" for m in missing)
                 raise PeerStalled(
-                    f"{call.get('op')} on {axis} in {call.get('module')}: waited {timeout:g} s for "
+                    f"{call.get('op')} in {call.get('module')}: waited {timeout:g} s for "
                     f"rank {', '.join(map(str, missing))} ({doing})"
                 )
-            if delay < 5e-5:
-                os.sched_yield()
-                delay += 1e-6
-            else:
-                delay = min(delay * 1.5, 1e-3)
-                time.sleep(delay)
+            polls += 1
+            time.sleep(min(2e-3, 2e-5 * 1.5**polls))
 
     def _slot(self, axis: str, rank: int, sequence: int) -> int:
         index = (rank * len(_AXES) + _AXES.index(axis)) * 2 + sequence % 2
-        return 64 + self.world_size * _STATUS_BYTES + index * self.slot_bytes
+        return self._slots + index * self._slot_bytes
 
-    def _write(self, offset: int, sequence: int, payload: bytes) -> None:
+    def _read(self, offset: int) -> bytes:
+        _, length = _HEADER.unpack_from(self.memory, offset)
         start = offset + _HEADER.size
-        self.memory[start : start + len(payload)] = payload
-        _HEADER.pack_into(self.memory, offset, sequence, len(payload), zlib.crc32(payload))
+        return bytes(self.memory[start : start + length])
 
-    def _read(self, offset: int, sequence: int) -> bytes | None:
-        found, length, crc = _HEADER.unpack_from(self.memory, offset)
-        if found != sequence:
-            return None
-        start = offset + _HEADER.size
-        payload = bytes(self.memory[start : start + length])
-        return payload if zlib.crc32(payload) == crc else None  # torn write: look again
+
+def _slot_bytes(world_size: int) -> int:
+    """Room for one call: its names and shape, and a split list of one number a rank. A multiple of 8."""
+    return 2048 + 24 * world_size
 
 
 class StoreBoard(Board):
@@ -132,6 +141,7 @@ class StoreBoard(Board):
     def __init__(self, world_size: int, store: Any):
         super().__init__(world_size)
         self.store = store
+        self._sequence: dict[str, int] = {}
 
     def abort(self) -> None:
         super().abort()
@@ -139,7 +149,7 @@ class StoreBoard(Board):
 
     def agree(
         self, axis: str, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
-    ) -> list[dict[str, Any]]:
+    ) -> list[Mapping[str, Any]]:
         sequence = self._sequence[axis] = self._sequence.get(axis, 0) + 1
         self.store.set(f"emulator/{axis}/{sequence}/{rank}", json.dumps(call))
         missing = list(members)

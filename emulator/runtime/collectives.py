@@ -1,7 +1,7 @@
 """The one place that talks to other ranks. Every call is compared on the board before the transport is entered."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ _SAME = ("op", "module", "dtype", "shape", "dim", "layout")
 class Collectives:
     """A rank's transition ops over its mesh.
 
+    transport: None when nothing moves (shape mode); then `evaluate(target, args, kwargs)` gives the shapes.
     on_mixed: called with a message when a reduction is about to sum different tokens (the ids differ between ranks).
     """
 
     def __init__(
-        self, mesh: Mesh, rank: int, board: Board, transport: Transport | None, timeout: float,
-        on_mixed: Callable[[str], None] = lambda message: None,
+        self, mesh: Mesh, rank: int, board: Board, transport: Transport | None, timeout: float
     ):  # fmt: skip
         self.mesh, self.rank, self.board, self.transport, self.timeout = mesh, rank, board, transport, timeout
-        self.on_mixed = on_mixed
+        self.evaluate: Callable[..., Tensor] | None = None
+        self.on_mixed: Callable[[str], None] = lambda message: None
 
     def call(
         self, op: str, x: Tensor, *args: Any, node: str, module: str, layout: str, ids: Tensor | None = None
@@ -33,6 +34,8 @@ class Collectives:
         """Executes a transition op of the rank graph on this rank's tensor. ids: global token id of each row of x."""
         if op == "slice":
             axis, size, dim = args
+            if self.evaluate is not None:
+                return self.evaluate(torch.ops.emulator.slice, (x, *args), {})
             return x.chunk(size, dim)[self.mesh.index(axis, self.rank)].clone()
         axis = args[2] if op == "all_to_all_rows" else args[0]
         call: dict[str, Any] = {
@@ -53,7 +56,7 @@ class Collectives:
             self.on_mixed(f"{op} on {axis} sums rows of different tokens")
         return self._move(op, x, axis, *args[1:])
 
-    def _agree(self, axis: str, call: dict[str, Any], fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    def _agree(self, axis: str, call: dict[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
         members = self.mesh.members(axis, self.rank)
         self.board.set_status(self.rank, f"waiting in {call['op']} ({call['node']}) of {call['module']}")
         posts = self.board.agree(axis, members, self.rank, call, self.timeout)
@@ -61,8 +64,9 @@ class Collectives:
         return posts
 
     def _move(self, op: str, x: Tensor, axis: str, size: int, *dims: int) -> Tensor:
-        if self.transport is None:  # shape mode: nothing moves, the op's fake kernel tells the shape
-            return getattr(torch.ops.emulator, op)(x, axis, size, *dims)
+        if self.evaluate is not None:  # shape mode: nothing moves, the op's fake kernel tells the shape
+            return self.evaluate(getattr(torch.ops.emulator, op), (x, axis, size, *dims), {})
+        assert self.transport is not None, "this world has no transport"
         if op == "all_reduce":
             return self.transport.all_reduce(x, axis)
         if op == "reduce_scatter":
@@ -76,34 +80,32 @@ class Collectives:
         return torch.cat(list(moved.unbind(0)), concat_dim)
 
     def _all_to_all_rows(
-        self, rows: Tensor, send_counts: Tensor, recv_counts: Tensor, axis: str, size: int, *, call: dict[str, Any]
+        self, rows: Tensor, send: list[int], receive: list[int], axis: str, size: int, *, call: dict[str, Any]
     ) -> Tensor:
-        """Uneven all_to_all of rows. send_counts and recv_counts say how many rows go to and come from each rank:
-        [S, X] = rows from each source for each expert here, or [1, E] = rows here for each expert."""
-        send, receive = splits(send_counts, size), splits(recv_counts, size)
+        """Uneven all_to_all: send[i] rows go to, receive[i] rows come from, the i-th rank of the group."""
         if sum(send) != rows.shape[0]:
             raise CallMismatch(f"{call['module']}: {rows.shape[0]} rows, but the split list sends {sum(send)}")
         call.update(width=list(rows.shape[1:]), splits=send)
         posts = self._agree(axis, call, ("op", "module", "dtype", "width", "layout"))
         self._compare_splits(axis, [p["splits"] for p in posts], receive, call["module"])
-        if self.transport is None:
-            return rows.new_empty((sum(receive), *rows.shape[1:]))
+        if self.evaluate is not None:
+            return self.evaluate(torch.Tensor.new_empty, (rows, (sum(receive), *rows.shape[1:])), {})
+        assert self.transport is not None, "this world has no transport"
         return self.transport.all_to_all(rows, axis, send, receive)
 
     def _compare_splits(self, axis: str, sends: list[list[int]], receive: list[int], module: str) -> None:
         me = self.mesh.index(axis, self.rank)
         for member, sent, expected in zip(self.mesh.members(axis, self.rank), sends, receive):
-            if isinstance(sent, list) and sent[me] != expected:
+            if sent[me] != expected:
                 raise CallMismatch(
                     f"all_to_all on {axis} in {module}: rank {member} sends {sent[me]} rows to rank {self.rank}, "
                     f"which expects {expected}"
                 )
 
 
-def splits(counts: Tensor | list[int], size: int) -> list[int]:
-    """Rows per rank of a counts matrix: [size, X] sums over experts; [1, E] sums each rank's block of experts."""
-    if isinstance(counts, list):
-        return counts
+def splits(counts: Tensor, size: int) -> list[int]:
+    """Rows per rank of a counts matrix: [size, X] (rows from each source for each expert here) sums over experts;
+    [1, E] (rows here for each expert) sums each rank's block of experts."""
     return counts.reshape(size, -1).sum(1).tolist()
 
 

@@ -13,8 +13,8 @@ from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.board import Board
 from emulator.runtime.collectives import Collectives, bytes_sent, splits
 from emulator.runtime.mesh import Mesh
-from emulator.runtime.routing import BalancedRouting
 from emulator.runtime.shadow import Shadow
+from emulator.runtime.shape_mode import ShapeMode
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import layer_of
 
@@ -29,8 +29,8 @@ class Observer(Protocol):
 class Executor:
     """One rank's run of the graph.
 
-    weights: parameter name and layout -> this rank's tensor. inputs: graph inputs by name. routing: in shape mode, the
-    balanced routing that stands in for the router's choice; None runs real tensors with token-id shadows.
+    weights: parameter name and layout -> this rank's tensor. inputs: graph inputs by name. shapes: stands in for values in
+    shape mode; None runs real tensors, with token-id shadows.
     """
 
     def __init__(
@@ -45,19 +45,20 @@ class Executor:
         board: Board,
         writer: TraceWriter,
         observer: Observer | None = None,
-        routing: BalancedRouting | None = None,
+        shapes: ShapeMode | None = None,
         phase: str = "prefill",
     ):
         self.rank_graph, self.mesh, self.rank = rank_graph, mesh, rank
         self.weights, self.inputs, self.collectives, self.board = weights, inputs, collectives, board
-        self.writer, self.observer, self.routing, self.phase = writer, observer, routing, phase
+        self.writer, self.observer, self.shapes, self.phase = writer, observer, shapes, phase
         self.env: dict[fx.Node, Any] = {}
-        self.shadow = Shadow(rank_graph.tokens, collectives) if routing is None else None
+        self.shadow = Shadow(rank_graph.tokens, collectives) if shapes is None else None
         self.frees = last_uses(rank_graph.graph)
         self.edges: dict[str, list[Boundary]] = {}
         for boundary in rank_graph.boundaries:
             self.edges.setdefault(boundary.node, []).append(boundary)
         collectives.on_mixed = self._on_mixed
+        collectives.evaluate = shapes.call if shapes is not None else None
         self.node: fx.Node | None = None
         self.started = time.perf_counter()
 
@@ -87,7 +88,7 @@ class Executor:
         name = op_name(node.target)
         args = fx.map_arg(node.args, self.env.__getitem__)
         if name is None:
-            return node.target(*args, **node.kwargs)
+            return self._evaluate(node, args)
         self.board.set_status(self.rank, f"running {name} ({node.name}) of {node.meta['module']}")
         start = time.perf_counter()
         execute = self._transition if name in TRANSITIONS else self._compute
@@ -95,28 +96,38 @@ class Executor:
         self._record(node, name, args, value, start)
         return value
 
+    def _evaluate(self, node: fx.Node, args: tuple, **rank_args: Any) -> Any:
+        if self.shapes is not None:
+            return self.shapes.call(node.target, args, {**node.kwargs, **rank_args})
+        return node.target(*args, **node.kwargs, **rank_args)
+
     def _compute(self, name: str, node: fx.Node, args: tuple) -> Any:
-        if self.routing is not None and name == "moe_dispatch":
-            return self.routing.dispatch(*args)
+        if self.shapes is not None and name == "moe_dispatch":
+            return self.shapes.dispatch(*args)
         rank_args = OPS[name].rank_args
         if rank_args is None:
-            return node.target(*args)
+            return self._evaluate(node, args)
         weight = next(a for a in node.args if isinstance(a, fx.Node) and a.meta["layout"].kind == "weight")
         axis = next((axis for axis, _ in weight.meta["layout"].placements), None)
         index = self.mesh.index(axis, self.rank) if axis else 0
-        return node.target(*args, **rank_args(self.env[weight], index))
+        return self._evaluate(node, args, **rank_args(self.env[weight], index))
 
     def _transition(self, name: str, node: fx.Node, args: tuple) -> Tensor:
         if name in ("pad", "unpad"):
-            return node.target(*args)
+            return self._evaluate(node, args)
         source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if self.routing is not None and name.startswith("all_to_all") and node.meta["layout"].kind == "rows":
-            args = self.routing.split_args(name, node, args)
+        if name == "all_to_all_rows":
+            args = (args[0], *self._splits(node, args), *args[3:])
         ids = self.shadow.ids.get(source) if self.shadow is not None else None
         return self.collectives.call(
             name, *args, node=node.name, module=node.meta["module"], layout=str(source.meta["layout"]), ids=ids
         )
+
+    def _splits(self, node: fx.Node, args: tuple) -> tuple[list[int], list[int]]:
+        """Rows sent to and received from each rank of an uneven all_to_all."""
+        if self.shapes is not None:
+            return self.shapes.splits(node)
+        return splits(args[1], args[4]), splits(args[2], args[4])
 
     def _follow_tokens(self, node: fx.Node) -> None:
         assert self.shadow is not None
@@ -166,7 +177,7 @@ class Executor:
             axis, size = (node.args[3], node.args[4]) if name == "all_to_all_rows" else (node.args[1], node.args[2])
             kept = 0
             if name == "all_to_all_rows":
-                sends = self._sends(node, args, size)
+                sends, _ = self._splits(node, args)
                 kept, attrs["leg"] = sends[self.mesh.index(str(axis), self.rank)], str(layouts[0])
                 attrs["splits"] = sends
             sent = bytes_sent(name, args[0], size, kept)
@@ -189,11 +200,6 @@ class Executor:
                 "duration": round(end - start, 7),
             }
         )
-
-    def _sends(self, node: fx.Node, args: tuple, size: int) -> list[int]:
-        if self.routing is not None:
-            return self.routing.sends(node)
-        return splits(args[1], size)
 
     def _attrs(self, node: fx.Node, name: str) -> dict[str, Any]:
         if name in TRANSITIONS:

@@ -1,6 +1,7 @@
 """Ranks as processes: forked from this process (which has torch imported), or the processes of a torchrun launch."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,7 @@ class World:
         processes, pipes = [], []
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # else each rank's collector would touch, and so copy, every inherited page
         try:
             for rank in range(self.mesh.size):
                 receiver, sender = context.Pipe(duplex=False)
@@ -70,6 +72,7 @@ class World:
                 pipes.append(receiver)
             return _collect(processes, pipes, board, self.timeout, on_progress)
         finally:
+            gc.unfreeze()
             board.abort()
             _end(processes)
             shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,6 @@ class _Rule(BaseModel):
     module: str
     per: Scope = "layer"
     when: dict[str, str | list[str]] = {}
-    source: str = ""
 
 
 class BoundaryRule(_Rule):
@@ -140,6 +139,7 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
         if _applies(rule, variants) and _scope_size(rule.per, symbols):
             rules.setdefault((rule.module, rule.port), []).append((rule, [evaluate(d, symbols) for d in rule.shape]))
     breaches, met = [], Counter[int]()
+    expected: dict[str, Any]
     for record in records:
         if record["kind"] != "boundary" or record["value"] != "token":
             continue
@@ -149,18 +149,16 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             met[id(rule)] += 1
         good = [r for r in fits if symbols["tp"] == 1 or r.layout == record["layout"]]
         if here and not good:
-            expected: dict[str, Any] = {"layout": here[0][0].layout, "shape": here[0][1], "source": here[0][0].source}
+            rule, shape = next(((r, s) for r, s in here if r in fits), here[0])
+            expected = {"layout": rule.layout, "shape": shape}
             found = {"layout": record["layout"], "shape": record["shape"]}
             detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
             breaches.append(Breach(record["module"], record["layer"], expected, found, detail))
-    for (module, port), here in rules.items():
-        for rule, shape in here:
+    for (module, port), members in rules.items():
+        for rule, shape in members:
             if met[id(rule)] < _scope_size(rule.per, symbols):
-                expected: dict[str, Any] = {
-                    "layout": rule.layout,
-                    "shape": shape,
-                    "times": _scope_size(rule.per, symbols),
-                }
+                times = _scope_size(rule.per, symbols)
+                expected = {"layout": rule.layout, "shape": shape, "times": times}
                 detail = f"{port} of {module} with shape {shape} seen {met[id(rule)]} times"
                 breaches.append(Breach(module, None, expected, {"times": met[id(rule)]}, detail))
     return breaches

@@ -1,7 +1,8 @@
 """The Program of a checkpoint that HF wrote: whole, through the traced graph, or one eager layer at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from emulator.model.program import CausalLM, build_program
 from emulator.model.weights import Checkpoint, weight_groups
 from emulator.ops.registry import op_name
 from emulator.verify.reference import run_reference
+
+_program = cache(build_program)  # tracing costs more than a run at these sizes
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Ours:
     config: ModelConfig
     dtype: torch.dtype
     weights: dict[str, Tensor]
-    options: ProgramOptions = ProgramOptions()
+    options: ProgramOptions = field(default_factory=ProgramOptions)
 
     @classmethod
     def load(cls, config: dict[str, Any], folder: Path, dtype: torch.dtype) -> "Ours":
@@ -56,7 +59,7 @@ class Ours:
 
     def run(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The traced graph: (logits [T, vocab], top-k ids of every layer that has an indexer). Writes the caches."""
-        program = build_program(self.config, self.options)
+        program = _program(self.config, self.options)
         [output] = program.graph.output_node().all_input_nodes
         topk = [node.name for node in program.graph.nodes if op_name(node.target) == "dsa_indexer_topk"]
         inputs = {f.name: getattr(batch, f.name) for f in fields(batch)}

@@ -71,7 +71,7 @@ def test_every_kind_of_weight_counts(make_pair: Callable, mini: str) -> None:
     ids = pair.tokens(97)
     expected = pair.run(ids).logits
     names = [n for n in pair.ours.weights if not n.startswith(tuple(f"model.layers.{i}." for i in (1, 3, 4)))]
-    assert len(names) == 40  # a dense layer's 17 (with 3 of the MLP), a sparse layer's 21, and the top-level ones
+    assert len(names) == 42  # 17 of a dense layer, 21 of a sparse one, 4 at the top (the rotary frequencies are one)
     for name in names:
         reversed_rows: dict[str, Tensor] = {name: pair.ours.weights[name].flip(0)}
         wrong = replace(pair.ours, weights=pair.ours.weights | reversed_rows)

@@ -1,0 +1,74 @@
+"""Shape-only execution: full-size runs without values, on FakeTensors.
+
+Layers repeat the same few shapes, so a call is worked out once per distinct signature and then looked up. Routing has
+no values to go by, so expert loads are taken as even: row g = token * k + choice goes to expert g mod E. Every rank
+can work out every split size by itself, ranks agree, and experts differ by one row at most.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from emulator.layout.placement import Layout, Tokens
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.rank_weights import fake_shard
+
+
+class ShapeMode:
+    """One rank's stand-ins for values. k: experts per token. Use inside a FakeTensorMode."""
+
+    def __init__(self, mesh: Mesh, rank: int, tokens: Tokens, num_experts: int, k: int, dtype: torch.dtype):
+        self.mesh, self.dtype = mesh, dtype
+        self._known: dict[Any, Any] = {}
+        sources = mesh.members("ep", rank)
+        per_source = [_expert_counts(tokens.window(mesh.index("tp", s)), num_experts, k) for s in sources]
+        me, held = mesh.index("ep", rank), num_experts // mesh.ep
+        mine = per_source[me]
+        self.num_rows = sum(mine)
+        self.to_experts = [sum(mine[i * held : (i + 1) * held]) for i in range(mesh.ep)]
+        self.from_sources = [sum(counts[me * held : (me + 1) * held]) for counts in per_source]
+
+    def call(self, target: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs of a call, by the shapes and dtypes of its tensors and its other arguments."""
+        key = (target, _signature(args), _signature(tuple(kwargs.items())))
+        if key not in self._known:
+            self._known[key] = target(*args, **kwargs)
+        return self._known[key]
+
+    def weight(self, name: str, shape: tuple[int, ...], layout: Layout) -> Tensor:
+        """This rank's part of a parameter."""
+        key = (name.rpartition(".")[2], shape, layout.placements)
+        if key not in self._known:
+            self._known[key] = fake_shard(name, shape, self.dtype, layout, self.mesh)
+        return self._known[key]
+
+    def dispatch(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Shapes of moe_dispatch on this rank's real tokens."""
+        return (
+            x.new_empty((self.num_rows, x.shape[1])),
+            ids.new_empty((1, num_experts)),
+            ids.new_empty((self.num_rows,)),
+        )
+
+    def splits(self, node: fx.Node) -> tuple[list[int], list[int]]:
+        """Rows this rank sends to, and receives from, each rank in an all_to_all_rows node."""
+        there, back = self.to_experts, self.from_sources
+        return (there, back) if str(node.meta["layout"]) == "expert-rows" else (back, there)
+
+
+def _expert_counts(window: tuple[int, int], num_experts: int, k: int) -> list[int]:
+    """Rows per expert of the tokens in a window under balanced routing."""
+    first, last = window[0] * k, window[1] * k
+
+    def below(limit: int, expert: int) -> int:
+        return (limit - expert + num_experts - 1) // num_experts
+
+    return [below(last, e) - below(first, e) for e in range(num_experts)]
+
+
+def _signature(args: Any) -> Any:
+    if isinstance(args, Tensor):
+        return (tuple(args.shape), args.dtype)
+    return tuple(_signature(a) for a in args) if isinstance(args, (tuple, list)) else args
