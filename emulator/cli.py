@@ -21,7 +21,7 @@ from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Runs DSA models on emulated tensor-parallel ranks and proves their token layouts.",
 )  # fmt: skip
 plan_app = typer.Typer(no_args_is_help=True, help="Look at plans.")

@@ -1,5 +1,9 @@
 """Errors shown to users. Each carries one clear line: what was given, what is allowed, where."""
 
+from typing import Any
+
+from pydantic import ValidationError
+
 
 class UsageError(ValueError):
     """A user's mistake: bad input, exit code 2, no traceback."""
@@ -7,6 +11,15 @@ class UsageError(ValueError):
 
 class LayoutError(UsageError):
     """A graph or plan that breaks a layout rule: names module, op, layouts found and allowed."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of a pydantic validation in one line: where, what was given, what is allowed."""
+    found: Any = error.errors()[0]
+    where = ".".join(map(str, found["loc"])) or "file"
+    if found["type"] == "extra_forbidden":
+        return f"{where}: unknown field"
+    return f"{where} = {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}"
 
 
 class RankError(RuntimeError):

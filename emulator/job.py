@@ -13,6 +13,7 @@ from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
+from emulator.trace.record import fresh_folder
 from emulator.verdict import summarise
 
 
@@ -28,7 +29,7 @@ def run(
     notify = on_progress or (lambda stage, fraction: None)
     notify("preparing", 0.0)
     with single_thread():  # no thread pool may exist when the ranks are forked
-        prepared = prepare(scenario, out_dir)
+        prepared = prepare(scenario, fresh_folder(out_dir) if out_dir else None)
         world = World(prepared.mesh, timeout=scenario.timeout, communicate=scenario.mode == "real")
         num_signs = prepared.mesh.size * sum(n.op == "call_function" for n in prepared.rank_graph.graph.nodes)
 

@@ -21,6 +21,7 @@ from emulator.runtime.shared import map_shared, remove_shared, shared_folder, wr
 from emulator.runtime.transport import Gloo, gather_objects
 from emulator.runtime.world import RankContext, rank_error, run_rank
 from emulator.scenario import Scenario
+from emulator.trace.record import fresh_folder
 from emulator.verdict import summarise
 from emulator.verify.reference import Tolerance
 
@@ -72,7 +73,7 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
     if os.environ["LOCAL_RANK"] == "0":
         folder = shared_folder()
         try:
-            prepared = prepare(scenario, out_dir)
+            prepared = prepare(scenario, fresh_folder(out_dir) if out_dir else None)
             _publish(prepared, folder)
             store.set(key, str(folder))
             board = _board(mesh, folder if one_host else None, store)

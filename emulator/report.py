@@ -34,7 +34,7 @@ _SHOWN = (  # one layer's boundaries, in the order of the RFC's contract table
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The readable form of a run's summary, on stdout."""
-    console = Console() if sys.stdout.isatty() else Console(width=130)  # a file or a pipe has no edge
+    console = _console()
     parallel = " ".join(f"{k} {v}" for k, v in summary["parallel"].items())
     variants = ", ".join(f"{k}={v}" for k, v in summary["variants"].items())
     console.print(
@@ -65,6 +65,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     )  # fmt: skip
     colour = "green" if summary["verdict"] == "pass" else "red"
     console.print(f"[bold {colour}]verdict: {summary['verdict']}[/bold {colour}]")
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=130)  # a file or a pipe has no edge
 
 
 def _boundary_table(summary: dict[str, Any]) -> Table:
@@ -130,10 +134,11 @@ def print_check(contract: str, result: dict[str, Any]) -> None:
 
 def print_plan(plan: Plan) -> None:
     """A plan's resolved table."""
-    console = Console()
-    console.print(f"[bold]{plan.name}[/bold]: {plan.description}", highlight=False)
-    console.print("variants: " + ", ".join(f"{k}={v}" for k, v in plan.variants.items()), highlight=False)
-    table = Table("module", "input is brought to", "weight", "output leaves as")
+    console = _console()
+    console.print(f"[bold]{plan.name}[/bold]: {plan.description}", highlight=False, soft_wrap=True)
+    variants = ", ".join(f"{k}={v}" for k, v in plan.variants.items())
+    console.print(f"variants: {variants}", highlight=False, soft_wrap=True)
+    table = _table("rows", "module", "input is brought to", "weight", "output leaves as")
     for pattern, row in plan.rows.items():
         table.add_row(pattern, row.input or "as it comes", row.weight or "-", row.output or "as it is")
     console.print(table)

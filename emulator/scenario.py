@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from emulator import profiles
-from emulator.errors import UsageError
+from emulator.errors import UsageError, first_problem
 from emulator.model.config import ModelConfig, load_config, model_folder
 from emulator.model.layers import ProgramOptions
 from emulator.runtime.mesh import Mesh
@@ -88,8 +88,7 @@ def load_scenario(name: str, overrides: dict[str, Any] | None = None) -> Scenari
     try:
         return Scenario.model_validate(merged)
     except ValidationError as error:
-        first: Any = error.errors()[0]
-        raise UsageError(f"scenario {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise UsageError(f"scenario {name}: {first_problem(error)}") from None
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,6 @@ def summarise(prepared: Prepared, reports: list[dict[str, Any]], wall_s: float) 
         "out_dir": str(prepared.out_dir) if prepared.out_dir else None,
     }
     if prepared.out_dir:
-        prepared.out_dir.mkdir(parents=True, exist_ok=True)
         (prepared.out_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
 

@@ -65,6 +65,7 @@ class _Lowering:
         self.converted: dict[tuple[fx.Node, str, Placement], _Value] = {}
         self.requesters: dict[fx.Node, list[str]] = {}
         self.edges: dict[Boundary, None] = {}
+        self.uneven: dict[str, str] = {}
 
     def run(self) -> RankGraph:
         for node in self.program.graph.nodes:
@@ -80,6 +81,9 @@ class _Lowering:
             else:
                 value = self._fetch(node.args[0], "")
                 self.out.graph.output(value.node).meta.update(module="", layout=value.layout, origin=None)
+        if self.uneven:
+            found = "; ".join(f"{what} of {name}" for what, name in self.uneven.items())
+            raise UsageError(f"plan {self.plan.name} splits weights that do not divide: {found}")
         for node, modules in self.requesters.items():
             node.meta["module"] = _common_ancestor(modules)
         order = {node.name: i for i, node in enumerate(self.out.graph.nodes)}
@@ -104,11 +108,8 @@ class _Lowering:
                 unit = getattr(parameter, "shard_unit", 1) if leaf == "weight" else 1
                 num_units = parameter.shape[placement.dim] // unit
                 if num_units % self.sizes[axis]:
-                    what = f"{num_units} heads of {unit}" if unit > 1 else f"dim {placement.dim} = {num_units}"
-                    raise UsageError(
-                        f"plan {self.plan.name} splits {name} {list(parameter.shape)} over {axis}: "
-                        f"{what} does not divide by {axis} {self.sizes[axis]}"
-                    )
+                    what = f"{num_units} heads" if unit > 1 else f"{num_units} (dim {placement.dim})"
+                    self.uneven.setdefault(f"{axis} {self.sizes[axis]} does not divide {what}", name)
         return Layout("weight").placed(**{a: p for a, p in placements.items() if self.sizes[a] > 1})
 
     def _call(self, node: fx.Node) -> None:

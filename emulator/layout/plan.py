@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor.placement_types import Placement
 
 from emulator import profiles
-from emulator.errors import UsageError
+from emulator.errors import UsageError, first_problem
 from emulator.layout.placement import Kind, parse_want, parse_weight
 
 
@@ -109,8 +108,7 @@ def _read(name: str) -> tuple[str, PlanFile]:
     try:
         return path.stem, PlanFile.model_validate(profiles.load_toml(path))
     except ValidationError as error:
-        first: Any = error.errors()[0]
-        raise UsageError(f"plan {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise UsageError(f"plan {path}: {first_problem(error)}") from None
 
 
 def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from emulator import profiles
-from emulator.errors import UsageError
+from emulator.errors import UsageError, first_problem
 from emulator.model.structure import has_dsa_structure, missing_dsa_fields
 
 HF_LATENT_NORM_EPS = 1e-6  # HF builds q_a/kv_a_layernorm with the class default, whatever the config says
@@ -143,8 +143,7 @@ def parse_config(data: dict[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate(data)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
-        raise UsageError(f"{where}: {problems}") from None
+        raise UsageError(f"{where}: {first_problem(error)}") from None
 
 
 def model_folder(name: str) -> Path:

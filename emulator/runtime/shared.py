@@ -1,5 +1,6 @@
 """Tensors that exist once per host: a safetensors file in shared memory that every process maps."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from torch import Tensor
 def shared_folder() -> Path:
     """A new folder in shared memory (or the temp dir where there is none)."""
     shm = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="emulator-", dir=shm if shm.is_dir() else None))
+    return Path(tempfile.mkdtemp(prefix=f"emulator-{os.getpid()}-", dir=shm if shm.is_dir() else None))
 
 
 def write_shared(groups: Iterable[dict[str, Tensor]], folder: Path) -> None:

@@ -54,7 +54,7 @@ class World:
         Raises RankError, naming rank, op and module, when a rank raises, dies or stalls.
         """
         board = Board(self.mesh.size)
-        folder = Path(tempfile.mkdtemp(prefix="emulator-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"emulator-{os.getpid()}-"))
         context = multiprocessing.get_context("fork")
         processes, pipes = [], []
         sys.stdout.flush()

@@ -28,7 +28,6 @@ class TraceWriter:
         self.records: list[dict[str, Any]] = []
         self._file: TextIO | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", buffering=1)
             self._file.write(json.dumps({"schema": SCHEMA, **header}) + "\n")
 
@@ -41,6 +40,17 @@ class TraceWriter:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Makes the folder for a run's traces and removes those of an earlier run. UsageError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("rank_*.jsonl"), folder / "summary.json"):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: not a folder that can be written ({error.strerror})") from None
+    return folder
 
 
 def trace_files(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from emulator import profiles
-from emulator.errors import UsageError
+from emulator.errors import UsageError, first_problem
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import module_pattern
 from emulator.model.config import ModelConfig
@@ -77,8 +77,7 @@ def load_contract(name: str) -> Contract:
     try:
         return Contract.model_validate(profiles.load_toml(path))
     except ValidationError as error:
-        first: Any = error.errors()[0]
-        raise UsageError(f"contract {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise UsageError(f"contract {path}: {first_problem(error)}") from None
 
 
 def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) -> dict[str, int]:

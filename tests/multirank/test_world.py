@@ -1,0 +1,136 @@
+"""Ranks that raise, die or stall end the run for all, with a culprit, and leave nothing behind."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from emulator.errors import RankError, UsageError
+from emulator.runtime.collectives import Collectives
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.world import RankContext, World
+
+TIMEOUT = 2.0
+
+
+def _reduce(context: RankContext) -> float:
+    collectives = Collectives(context.mesh, context.rank, context.board, context.transport, context.timeout)
+    names = {"node": "all_reduce_7", "module": "model.layers.3.mlp", "layout": "partial"}
+    return float(collectives.call("all_reduce", torch.ones(2), "tp", context.mesh.tp, **names)[0])
+
+
+def _faulty(fault):
+    def body(context: RankContext) -> float:
+        context.board.set_status(context.rank, "running linear (linear_9) of model.layers.3.self_attn.o_proj")
+        if context.rank == 1:
+            fault()
+        return _reduce(context)
+
+    return body
+
+
+def _raise() -> None:
+    raise FloatingPointError("bad value")
+
+
+def _exit() -> None:
+    os._exit(7)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def test_results_come_in_rank_order_and_ranks_share_memory():
+    big = torch.arange(1000)
+    results = World(Mesh(tp=4)).run(lambda c: (c.rank, int(big.sum()), _reduce(c)))
+    assert results == [(r, 499500, 4.0) for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_raise, "rank 1: FloatingPointError: bad value"),
+        (_exit, "rank 1: Died: exited with code 7"),
+        (_kill, "rank 1: Died: killed by SIGKILL"),
+        (_stop, "rank 1"),
+        (_sleep, "rank 1"),
+        (_spin, "rank 1"),
+    ],
+)
+def test_a_failing_rank_ends_the_run_with_its_name(fault, message):
+    started = time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        World(Mesh(tp=3), timeout=TIMEOUT).run(_faulty(fault))
+    assert time.monotonic() - started < TIMEOUT + 3.0
+    assert "model.layers.3.self_attn.o_proj" in str(caught.value)
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    left = [p for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob(f"emulator-{os.getpid()}-*")]
+    assert not left
+
+
+def test_a_skipped_collective_names_the_rank_that_did_not_come():
+    def body(context: RankContext) -> float:
+        if context.rank == 2:
+            context.board.set_status(2, "running swiglu (swiglu_3) of model.layers.0.mlp")
+            time.sleep(30)
+        return _reduce(context)
+
+    with pytest.raises(RankError, match=r"rank 2.*swiglu_3") as caught:
+        World(Mesh(tp=3), timeout=TIMEOUT).run(body)
+    # what the others were doing is part of the report
+    assert "all_reduce_7" in str(caught.value) + str(caught.value.report["others"])
+
+
+def test_a_users_mistake_inside_a_rank_stays_a_users_mistake():
+    def body(context: RankContext) -> None:
+        raise UsageError("wrong size 3 (allowed: 4)")
+
+    with pytest.raises(UsageError, match=r"^wrong size 3 \(allowed: 4\)$"):
+        World(Mesh(tp=2)).run(body)
+
+
+def test_ranks_die_with_their_parent():
+    # a parent that is killed cannot clean up: the ranks must notice by themselves
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+
+        def body(context: RankContext) -> None:
+            os.write(write, f"{os.getpid()}\n".encode())
+            time.sleep(60)
+
+        World(Mesh(tp=2), communicate=False).run(body)
+        os._exit(0)
+    pids = b""
+    while pids.count(b"\n") < 2:
+        pids += os.read(read, 100)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + 5
+    ranks = [int(p) for p in pids.split()]
+
+    def alive(pid: int) -> bool:
+        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+    while any(alive(p) for p in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(p) for p in ranks)
