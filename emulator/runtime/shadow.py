@@ -4,6 +4,9 @@ Ids move by the transitions that move the values, as verification traffic. They 
 and a rank's own window from another's, where shapes cannot.
 """
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
@@ -16,8 +19,11 @@ from emulator.runtime.collectives import Collectives
 class Shadow:
     """Token ids of the values alive on one rank."""
 
-    def __init__(self, tokens: Tokens, collectives: Collectives):
-        self.tokens, self.collectives = tokens, collectives
+    def __init__(
+        self, tokens: Tokens, collectives: Collectives, on_traffic: Callable[[fx.Node, Tensor, Tensor, float], None]
+    ):
+        """on_traffic(node, sent, received, start) is called for ids that travelled between ranks."""
+        self.tokens, self.collectives, self.on_traffic = tokens, collectives, on_traffic
         self.ids: dict[fx.Node, Tensor] = {}
 
     def drop(self, node: fx.Node) -> None:
@@ -57,17 +63,22 @@ class Shadow:
             return ids[: args[1]] if args[0] == 0 else ids
         if name == "all_reduce":
             return ids
+        axis, size, *dims = args
         if name in ("slice", "reduce_scatter"):  # a reduction leaves each rank its block of the (common) rows
-            axis, size, dim = args
-            return self.collectives.call("slice", ids, axis, size, 0, **names) if dim == 0 else ids
-        if name == "all_gather":
-            axis, size, dim = args
-            return self.collectives.call("all_gather", ids, axis, size, 0, **names) if dim == 0 else ids
-        assert name == "all_to_all", name
-        axis, size, split_dim, concat_dim = args
-        if split_dim == 0:
+            cut, joined = dims[0] == 0, False
+        elif name == "all_gather":
+            cut, joined = False, dims[0] == 0
+        else:
+            assert name == "all_to_all", name
+            cut, joined = dims[0] == 0, dims[1] == 0
+        if cut:
             return self.collectives.call("slice", ids, axis, size, 0, **names)
-        return self.collectives.call("all_gather", ids, axis, size, 0, **names) if concat_dim == 0 else ids
+        if not joined:
+            return ids
+        start = time.perf_counter()
+        gathered = self.collectives.call("all_gather", ids, axis, size, 0, **names)
+        self.on_traffic(node, ids, gathered, start)
+        return gathered
 
 
 def describe_ids(ids: Tensor) -> str:

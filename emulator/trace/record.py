@@ -4,8 +4,8 @@ The first line is a header {schema, rank, mesh, symbols, variants, ...}. Then, b
 
 op: seq, node (graph name), op, module (qualified name), layer, phase, group (mesh axis or null), inputs and outputs
 (lists of {shape, dtype, layout}), attrs (static arguments), window ([start, end) of this rank's real tokens, for local
-values), traffic (payload; metadata such as split sizes and masks is not counted), bytes (sent by this rank), start and
-duration (seconds of wall time).
+values), traffic (payload is counted; metadata, such as split sizes and masks, and verification, token ids, are not),
+bytes (sent by this rank), start and duration (seconds of wall time).
 
 boundary: seq, node, module, port (input, output, output1), value (token, rows or cache), layer, phase, shape, dtype,
 layout, window: a value crossing a module's edge.

@@ -46,7 +46,7 @@ def collective_log(records: Iterable[dict[str, Any]]) -> list[tuple]:
     return [
         (r["group"], r["op"], r["module"], r["attrs"].get("dim"), r["outputs"][0]["dtype"])
         for r in records
-        if r["kind"] == "op" and r["group"] is not None and r["op"] != "slice"
+        if r["kind"] == "op" and r["group"] is not None and r["op"] != "slice" and r["traffic"] != "verification"
     ]
 
 
