@@ -23,8 +23,13 @@ def first_problem(error: ValidationError) -> str:
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or stalled: exit code 3. `report` names rank, op and module."""
+    """A rank raised, died or stalled: exit code 3.
+
+    report: rank, kind, message, doing (op and module or call site), culprits, others (what each other rank was doing).
+    outcomes: every rank's result or exception, in rank order.
+    """
 
     def __init__(self, message: str, report: dict | None = None):
         super().__init__(message)
         self.report = report or {}
+        self.outcomes: list[Any] = []

@@ -36,7 +36,7 @@ def run(
         def progress(board: Board) -> None:
             notify("running", min(1.0, sum(board.status(r)[0] for r in range(prepared.mesh.size)) / num_signs))
 
-        reports = world.run(lambda context: run_on_rank(prepared, context), progress)
+        reports = world.run(run_on_rank, prepared, on_progress=progress)
     return summarise(prepared, reports, time.perf_counter() - started)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from emulator.job import single_thread
 from emulator.prepare import Prepared, add_batch, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board, StoreBoard
+from emulator.runtime.failure import failure_of
 from emulator.runtime.mesh import Mesh
+from emulator.runtime.rank_process import RankContext, attempt, join_groups, leave_groups
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
-from emulator.runtime.transport import Gloo, gather_objects
-from emulator.runtime.world import RankContext, rank_error, run_rank
+from emulator.runtime.transport import gather_objects
 from emulator.scenario import Scenario
 from emulator.trace.record import fresh_folder
 from emulator.verdict import summarise
@@ -54,43 +56,45 @@ def run_under_torchrun(scenario: Scenario, out_dir: Path | None) -> dict[str, An
     rank = int(os.environ["RANK"])
     with single_thread():
         mesh = scenario.mesh(scenario.config())
-        gloo = Gloo(mesh, rank, init_method="env://", timeout=max(scenario.timeout, _JOIN_TIMEOUT_S))
-        prepared, board = _share(scenario, out_dir, mesh, rank)
-        context = RankContext(mesh, rank, board, gloo if scenario.mode == "real" else None, scenario.timeout)
-        status, outcome = run_rank(lambda c: run_on_rank(prepared, c), context, None)
+        prepared, context = _share(scenario, out_dir, mesh, rank)
+        status, outcome = attempt(run_on_rank, (prepared,), context, {})
         if status == "error":
-            _fail(outcome, board)
-        reports = gather_objects(outcome, mesh, rank)
-        gloo.close()
+            _fail(outcome, context)
+        reports = gather_objects(outcome[0], mesh, rank)
+        leave_groups(context)
     return summarise(prepared, reports, time.perf_counter() - started) if reports else None
 
 
-def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> tuple[Prepared, Board]:
+def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> tuple[Prepared, RankContext]:
     """Everything that is the same on all ranks; weights, reference and board exist once per host, mapped."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_JOIN_TIMEOUT_S))
     key = f"emulator/{os.environ['TORCHELASTIC_RUN_ID']}/host{os.environ['GROUP_RANK']}"
     one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    if os.environ["LOCAL_RANK"] == "0":
-        folder = shared_folder()
-        try:
+    is_leader = os.environ["LOCAL_RANK"] == "0"
+    folder: Path | None = None
+    try:
+        if is_leader:
             prepared = prepare(scenario, fresh_folder(out_dir) if out_dir else None)
+            folder = shared_folder()
             _publish(prepared, folder)
             store.set(key, str(folder))
-            board = _board(mesh, folder if one_host else None, store)
-            dist.barrier()  # everyone has mapped the files: they can go
-        finally:
+        else:
+            prepared = prepare(scenario, out_dir, graph_only=True)
+            folder = Path(store.get(key).decode())
+            if scenario.mode == "real":
+                add_batch(prepared)
+                prepared.weights = map_shared(folder / "weights")
+                prepared.reference = map_shared(folder / "reference")
+                prepared.tolerance = Tolerance(**json.loads((folder / "tolerance.json").read_text()))
+        context = RankContext(mesh, rank, _board(mesh, folder if one_host else None, store), scenario.timeout)
+        join_groups(context, "env://")
+        context.transport = context.transport if scenario.mode == "real" else None
+        dist.barrier()  # everyone has mapped the files: they can go
+    finally:
+        if is_leader and folder is not None:
             remove_shared(folder)
-    else:
-        prepared = prepare(scenario, out_dir, graph_only=True)
-        folder = Path(store.get(key).decode())
-        if scenario.mode == "real":
-            add_batch(prepared)
-            prepared.weights = map_shared(folder / "weights")
-            prepared.reference = map_shared(folder / "reference")
-            prepared.tolerance = Tolerance(**json.loads((folder / "tolerance.json").read_text()))
-        board = _board(mesh, folder if one_host else None, store)
-        dist.barrier()
-    return prepared, board
+    return prepared, context
 
 
 def _publish(prepared: Prepared, folder: Path) -> None:
@@ -99,7 +103,8 @@ def _publish(prepared: Prepared, folder: Path) -> None:
     write_shared([dict(prepared.weights)], folder / "weights")
     write_shared([dict(prepared.reference)], folder / "reference")
     (folder / "tolerance.json").write_text(json.dumps(asdict(prepared.tolerance)))
-    (folder / "board").write_bytes(bytes(Board.size_of(prepared.mesh.size)))
+    with (folder / "board").open("wb") as file:
+        file.truncate(Board.size_of(prepared.mesh.size))
 
 
 def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
@@ -110,11 +115,11 @@ def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
         return Board(mesh.size, mmap.mmap(file.fileno(), 0))
 
 
-def _fail(info: dict[str, Any], board: Board) -> None:
+def _fail(info: dict[str, Any], context: RankContext) -> None:
     """The rank that failed reports and ends the launch; ranks that only follow leave without a word."""
-    error = rank_error([info], board)
     if info["secondary"]:
         os._exit(3)
+    error = failure_of([info], [context.board.status(r)[1] for r in range(context.mesh.size)])
     if isinstance(error, RankError):
         print(f"error: {error}", flush=True, file=sys.stderr)
         os._exit(3)

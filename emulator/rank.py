@@ -14,9 +14,9 @@ from emulator.model.batch import own_caches
 from emulator.prepare import Prepared
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.executor import Executor
+from emulator.runtime.rank_process import RankContext
 from emulator.runtime.rank_weights import local_shard
 from emulator.runtime.shape_mode import ShapeMode
-from emulator.runtime.world import RankContext
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
 from emulator.verify.contract import check_trace
@@ -119,7 +119,7 @@ def trace_header(prepared: Prepared, rank: int) -> dict[str, Any]:
     scenario = prepared.scenario
     return {
         "rank": rank, "scenario": scenario.name, "model": scenario.model, "plan": prepared.rank_graph.plan.name,
-        "variants": dict(prepared.rank_graph.plan.variants), "mesh": asdict(prepared.mesh), "mode": scenario.mode,
+        "variants": dict(prepared.rank_graph.plan.variants), "mesh": prepared.mesh.describe(), "mode": scenario.mode,
         "dtype": scenario.dtype, "symbols": prepared.symbols,
     }  # fmt: skip
 

@@ -18,11 +18,19 @@ import numpy as np
 _HEADER = struct.Struct("<QQ")  # count, length
 _FLAGS = 64
 _STATUS_BYTES = 512
-_AXES = ("tp", "ep", "dp", "world")
+_RING = 16  # calls of one group that a rank may have posted before the others read them
+NUM_GROUPS = 128
+AXES = ("tp", "ep", "dp", "world")  # group ids 0..3 belong to the emulator's own transitions
+
+DONE, FAILED = "done", "failed"  # a rank's status once its function has ended
 
 
 class CallMismatch(RuntimeError):
-    """Ranks of one group were about to make calls that do not fit."""
+    """Ranks of one group were about to make calls that do not fit. culprits: the ranks in the minority."""
+
+    def __init__(self, message: str, culprits: Sequence[int] = ()):
+        super().__init__(message)
+        self.culprits = list(culprits)
 
 
 class PeerFailed(RuntimeError):
@@ -30,18 +38,22 @@ class PeerFailed(RuntimeError):
 
 
 class PeerStalled(RuntimeError):
-    """A rank did not reach a collective within the timeout."""
+    """A rank did not come to a collective. culprits: those ranks."""
+
+    def __init__(self, message: str, culprits: Sequence[int] = ()):
+        super().__init__(message)
+        self.culprits = list(culprits)
 
 
 class Board:
-    """Shared pages: an abort flag, a status per rank, and per (rank, axis) a counter of posted calls and a ring of the
-    last two. A rank can be one call ahead of its group, not two: the second needs everyone's first."""
+    """Shared pages: an abort flag, a status per rank, and per (group, rank) a counter of posted calls with a ring of
+    the last ones."""
 
     def __init__(self, world_size: int, memory: mmap.mmap | None = None):
         self.world_size = world_size
         self.memory = memory if memory is not None else mmap.mmap(-1, self.size_of(world_size))
-        self._posted = np.frombuffer(self.memory, dtype=np.uint64, count=len(_AXES) * world_size, offset=_FLAGS)
-        self._posted = self._posted.reshape(len(_AXES), world_size)
+        self._posted = np.frombuffer(self.memory, dtype=np.uint64, count=NUM_GROUPS * world_size, offset=_FLAGS)
+        self._posted = self._posted.reshape(NUM_GROUPS, world_size)
         self._statuses = _FLAGS + self._posted.nbytes
         self._slots = self._statuses + world_size * _STATUS_BYTES
         self._slot_bytes = _slot_bytes(world_size)
@@ -49,7 +61,7 @@ class Board:
 
     @staticmethod
     def size_of(world_size: int) -> int:
-        per_rank = _STATUS_BYTES + len(_AXES) * (8 + 2 * _slot_bytes(world_size))
+        per_rank = _STATUS_BYTES + NUM_GROUPS * (8 + _RING * _slot_bytes(world_size))
         return _FLAGS + world_size * per_rank
 
     # -- abort and status ---------------------------------------------------------------------------------------------
@@ -61,6 +73,11 @@ class Board:
     @property
     def aborted(self) -> bool:
         return self.memory[0] == 1
+
+    def reset(self) -> None:
+        """Forgets all calls and the abort flag, so that the ranks can start anew. Only while no rank is in a call."""
+        self._posted[:] = 0
+        self.memory[0] = 0
 
     def set_status(self, rank: int, text: str) -> None:
         """What `rank` does now; each call also counts as a sign of life."""
@@ -80,48 +97,70 @@ class Board:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def agree(
-        self, axis: str, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
+        self, group: int, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
     ) -> list[Mapping[str, Any]]:
-        """Posts `call` and returns the posts of all `members`, in order, for the same call number on this axis.
+        """Posts `call` and returns the posts of all `members`, in order, for the same call number of this group.
 
-        Raises PeerStalled after `timeout` seconds, naming the ranks that did not come and what they do instead;
-        PeerFailed when the run is being aborted.
+        Raises PeerStalled after `timeout` seconds, or at once when a missing member has ended its function; PeerFailed
+        when the run is being aborted.
         """
-        row = self._posted[_AXES.index(axis)]
-        sequence = int(row[rank]) + 1
+        return self.collect(group, members, rank, self.post(group, rank, call), call, timeout)
+
+    def post(self, group: int, rank: int, call: Mapping[str, Any]) -> int:
+        """Announces a call without waiting; returns its number in the group."""
+        row = self._posted[group]
+        number = int(row[rank]) + 1
         payload = json.dumps(call).encode()
         if len(payload) > self._slot_bytes - _HEADER.size:
-            raise ValueError(f"call description of {len(payload)} bytes does not fit the board: {call}")
-        offset = self._slot(axis, rank, sequence)
+            raise ValueError(f"call description of {len(payload)} bytes does not fit the board")
+        offset = self._slot(group, rank, number)
         self.memory[offset + _HEADER.size : offset + _HEADER.size + len(payload)] = payload
-        _HEADER.pack_into(self.memory, offset, sequence, len(payload))
-        row[rank] = sequence  # last: from here on the others may read the post
-        self._await(row, members, sequence, call, timeout)
-        posts = [self._read(self._slot(axis, m, sequence)) for m in members]
-        if all(post == payload for post in posts):
-            return [call] * len(members)
+        _HEADER.pack_into(self.memory, offset, number, len(payload))
+        row[rank] = number  # last: from here on the others may read the post
+        return number
+
+    def collect(
+        self, group: int, members: Sequence[int], rank: int, number: int, call: Mapping[str, Any], timeout: float
+    ) -> list[Mapping[str, Any]]:
+        """The posts of all members for call `number`, waiting for them."""
+        self._await(group, members, number, call, timeout)
+        posts = [self._read(self._slot(group, m, number)) for m in members]
+        if all(post == posts[0] for post in posts):
+            return [json.loads(posts[0])] * len(members)
         return [json.loads(post) for post in posts]
 
-    def _await(
-        self, row: np.ndarray, members: Sequence[int], sequence: int, call: Mapping[str, Any], timeout: float
-    ) -> None:
-        group = np.asarray(members)
+    def read_post(self, group: int, rank: int, number: int) -> Mapping[str, Any] | None:
+        """A post that has been made; None when it has been overwritten since (more than a ring old)."""
+        offset = self._slot(group, rank, number)
+        post = self._read(offset)
+        return json.loads(post) if _HEADER.unpack_from(self.memory, offset)[0] == number else None
+
+    def all_posted(self, group: int, members: Sequence[int], number: int) -> bool:
+        return bool((self._posted[group][np.asarray(members)] >= number).all())
+
+    def _await(self, group: int, members: Sequence[int], number: int, call: Mapping[str, Any], timeout: float) -> None:
+        row, index = self._posted[group], np.asarray(members)
         deadline, polls = time.monotonic() + timeout, 0
-        while (row[group] < sequence).any():
+        while (row[index] < number).any():
             if self.aborted:
                 raise PeerFailed("another rank failed")
+            missing = [m for m in members if row[m] < number]
+            ended = [m for m in missing if self.status(m)[1] == DONE] if polls > 8 else []
+            if ended and not self.all_posted(group, ended, number):
+                raise self._stalled(call, missing, ended, "finished without making this call")
             if time.monotonic() > deadline:
-                missing = [m for m in members if row[m] < sequence]
-                doing = "; ".join(f"rank {m}: {self.status(m)[1] or 'nothing yet'}" for m in missing)
-                raise PeerStalled(
-                    f"{call.get('op')} in {call.get('module')}: waited {timeout:g} s for "
-                    f"rank {', '.join(map(str, missing))} ({doing})"
-                )
+                raise self._stalled(call, missing, missing, f"did not come within {timeout:g} s")
             polls += 1
-            time.sleep(min(2e-3, 2e-5 * 1.5**polls))
+            time.sleep(min(2e-3, 2e-5 * 1.5 ** min(polls, 20)))
 
-    def _slot(self, axis: str, rank: int, sequence: int) -> int:
-        index = (rank * len(_AXES) + _AXES.index(axis)) * 2 + sequence % 2
+    def _stalled(self, call: Mapping[str, Any], missing: list[int], culprits: list[int], why: str) -> PeerStalled:
+        doing = "; ".join(f"rank {m} is {self.status(m)[1] or 'starting'}" for m in missing)
+        what = f"{call.get('op')} on {call.get('group', 'its group')} in {call.get('module') or call.get('site')}"
+        ranks = ", ".join(map(str, culprits))
+        return PeerStalled(f"{what}: rank {ranks} {why} ({doing})", culprits)
+
+    def _slot(self, group: int, rank: int, number: int) -> int:
+        index = (group * self.world_size + rank) * _RING + number % _RING
         return self._slots + index * self._slot_bytes
 
     def _read(self, offset: int) -> bytes:
@@ -131,7 +170,7 @@ class Board:
 
 
 def _slot_bytes(world_size: int) -> int:
-    """Room for one call: its names and shape, and a split list of one number a rank. A multiple of 8."""
+    """Room for one call: its names and shapes, and a split list of one number a rank. A multiple of 8."""
     return 2048 + 24 * world_size
 
 
@@ -141,37 +180,45 @@ class StoreBoard(Board):
     def __init__(self, world_size: int, store: Any):
         super().__init__(world_size)
         self.store = store
-        self._sequence: dict[str, int] = {}
+        self._numbers: dict[int, int] = {}
 
     def abort(self) -> None:
         super().abort()
         self.store.set("emulator/abort", b"1")
 
-    def agree(
-        self, axis: str, members: Sequence[int], rank: int, call: Mapping[str, Any], timeout: float
+    def post(self, group: int, rank: int, call: Mapping[str, Any]) -> int:
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        self.store.set(f"emulator/{group}/{number}/{rank}", json.dumps(call))
+        return number
+
+    def collect(
+        self, group: int, members: Sequence[int], rank: int, number: int, call: Mapping[str, Any], timeout: float
     ) -> list[Mapping[str, Any]]:
-        sequence = self._sequence[axis] = self._sequence.get(axis, 0) + 1
-        self.store.set(f"emulator/{axis}/{sequence}/{rank}", json.dumps(call))
         missing = list(members)
         deadline = time.monotonic() + timeout
         while missing:
-            missing = [m for m in missing if not self.store.check([f"emulator/{axis}/{sequence}/{m}"])]
+            missing = [m for m in missing if not self.store.check([f"emulator/{group}/{number}/{m}"])]
             if missing and self.store.check(["emulator/abort"]):
                 raise PeerFailed("another rank failed")
             if missing and time.monotonic() > deadline:
-                raise PeerStalled(
-                    f"{call.get('op')} on {axis} in {call.get('module')}: waited {timeout:g} s for "
-                    f"rank {', '.join(map(str, missing))}"
-                )
-        return [json.loads(self.store.get(f"emulator/{axis}/{sequence}/{m}")) for m in members]
+                raise self._stalled(call, missing, missing, f"did not come within {timeout:g} s")
+        return [json.loads(self.store.get(f"emulator/{group}/{number}/{m}")) for m in members]
 
 
-def compare_calls(axis: str, members: Sequence[int], calls: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
-    """Raises CallMismatch, naming each rank's value of the first field on which the calls differ."""
+def compare_calls(
+    group: str, members: Sequence[int], calls: Sequence[Mapping[str, Any]], fields: Sequence[str]
+) -> None:
+    """Raises CallMismatch on the first field that differs, naming each rank's call; the culprits are the minority."""
     for name in fields:
         values = [json.dumps(c.get(name)) for c in calls]
-        if len(set(values)) > 1:
-            found = "; ".join(
-                f"rank {m}: {c.get('op')} {name}={v} in {c.get('module')}" for m, c, v in zip(members, calls, values)
-            )
-            raise CallMismatch(f"ranks of {axis} disagree on {name}: {found}")
+        counts = {v: values.count(v) for v in values}
+        if len(counts) > 1:
+            usual = max(counts, key=counts.__getitem__)
+            tied = list(counts.values()).count(counts[usual]) > 1
+            culprits = [m for m, v in zip(members, values) if tied or v != usual]
+
+            told = [
+                f"rank {m}: {c.get('op')} with {name} {v} in {c.get('module') or c.get('site')}"
+                for m, c, v in zip(members, calls, values)
+            ]
+            raise CallMismatch(f"ranks of {group} disagree on {name}: {'; '.join(told)}", culprits)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emulator.runtime.board import Board, CallMismatch, compare_calls
+from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.transport import Transport
 
@@ -40,6 +40,7 @@ class Collectives:
         axis = args[2] if op == "all_to_all_rows" else args[0]
         call: dict[str, Any] = {
             "op": op,
+            "group": axis,
             "node": node,
             "module": module,
             "dtype": str(x.dtype),
@@ -59,7 +60,7 @@ class Collectives:
     def _agree(self, axis: str, call: dict[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
         members = self.mesh.members(axis, self.rank)
         self.board.set_status(self.rank, f"waiting in {call['op']} ({call['node']}) of {call['module']}")
-        posts = self.board.agree(axis, members, self.rank, call, self.timeout)
+        posts = self.board.agree(AXES.index(axis), members, self.rank, call, self.timeout)
         compare_calls(axis, members, posts, fields)
         return posts
 

@@ -1,67 +1,52 @@
-"""How tensors travel between ranks: one small interface, and gloo behind it. All on dim 0, contiguous tensors."""
+"""How tensors travel between ranks: one small interface, and process groups behind it. All on dim 0."""
 
-from datetime import timedelta
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from emulator.runtime.mesh import Mesh
 
 
 class Transport(Protocol):
-    """Collectives of one rank over its group along a mesh axis. Shapes have been compared before."""
+    """Collectives of one rank over its group along a mesh axis. Calls have been compared before."""
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor: ...
     def all_gather(self, x: Tensor, axis: str) -> Tensor: ...
     def all_to_all(self, x: Tensor, axis: str, send: list[int], receive: list[int]) -> Tensor: ...
-    def close(self) -> None: ...
 
 
-class Gloo:
-    """torch.distributed on gloo. Groups with the same ranks share one process group (ep reuses tp where they agree)."""
+class GroupTransport:
+    """Plain (unchecked) torch process groups, one per axis; gloo on this project's worlds."""
 
-    def __init__(self, mesh: Mesh, rank: int, *, init_method: str | None, timeout: float):
-        self.mesh, self.rank = mesh, rank
-        # gloo's own timeout only has to outlast the board's: the board names culprits, gloo cannot
-        limit = timedelta(seconds=timeout + 5)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=mesh.size, timeout=limit)
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(mesh.size)): dist.group.WORLD}
-        self.groups: dict[str, dist.ProcessGroup | None] = {}
-        for axis in ("tp", "ep", "dp"):
-            for ranks in mesh.groups(axis):
-                if len(ranks) > 1 and tuple(ranks) not in made:
-                    made[tuple(ranks)] = dist.new_group(list(ranks), timeout=limit, backend="gloo")
-            self.groups[axis] = made.get(tuple(mesh.members(axis, rank)))
-
-    def _size(self, axis: str) -> int:
-        return len(self.mesh.members(axis, self.rank))
+    def __init__(self, mesh: Mesh, rank: int, groups: Mapping[str, Any]):
+        self.mesh, self.rank, self.groups = mesh, rank, groups
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         output = x.clone()
-        dist.all_reduce(output, group=self.groups[axis])
+        self.groups[axis].allreduce([output], dist.AllreduceOptions()).wait()
         return output
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        output = x.new_empty((x.shape[0] // self._size(axis), *x.shape[1:]))
-        dist.reduce_scatter_single(output, x.contiguous(), group=self.groups[axis])
+        size = len(self.mesh.members(axis, self.rank))
+        output = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+        self.groups[axis].reduce_scatter_single(output, x.contiguous(), dist.ReduceScatterOptions()).wait()
         return output
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        output = x.new_empty((x.shape[0] * self._size(axis), *x.shape[1:]))
-        dist.all_gather_single(output, x.contiguous(), group=self.groups[axis])
+        size = len(self.mesh.members(axis, self.rank))
+        output = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+        self.groups[axis].all_gather_single(output, x.contiguous(), AllgatherOptions()).wait()
         return output
 
     def all_to_all(self, x: Tensor, axis: str, send: list[int], receive: list[int]) -> Tensor:
         output = x.new_empty((sum(receive), *x.shape[1:]))
-        dist.all_to_all_single(output, x.contiguous(), receive, send, group=self.groups[axis])
+        options = dist.AllToAllOptions()
+        self.groups[axis].all_to_all_single(output, x.contiguous(), receive, send, options).wait()
         return output
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 def gather_objects(value: object, mesh: Mesh, rank: int) -> list | None:
@@ -69,8 +54,3 @@ def gather_objects(value: object, mesh: Mesh, rank: int) -> list | None:
     found: list | None = [None] * mesh.size if rank == 0 else None
     dist.gather_object(value, found)
     return found
-
-
-def one_thread() -> None:
-    """A rank computes on one thread: 16 ranks on 2 cores would otherwise fight."""
-    torch.set_num_threads(1)

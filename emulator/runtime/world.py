@@ -1,190 +1,289 @@
-"""Ranks as processes: forked from this process (which has torch imported), or the processes of a torchrun launch."""
+"""A world of ranks: processes forked once from this one (which has torch imported), to run functions on all of them."""
 
-import ctypes
+import contextlib
 import gc
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from emulator.errors import RankError, UsageError
-from emulator.runtime.board import Board, PeerFailed
+from emulator.runtime.board import DONE, FAILED, Board
+from emulator.runtime.codec import Channel, encode
+from emulator.runtime.failure import failure_of
 from emulator.runtime.mesh import Mesh
-from emulator.runtime.transport import Gloo, Transport, one_thread
+from emulator.runtime.rank_process import RankContext, serve
 
-_GRACE_S = 1.0  # a failing run gives the other ranks this long to write their last records
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass
-class RankContext:
-    """What a rank's function gets: who it is, the board, and its transport (None when no tensors move)."""
-
-    mesh: Mesh
-    rank: int
-    board: Board
-    transport: Transport | None
-    timeout: float
+_GRACE_S = 1.0  # a failing run gives the other ranks this long to report
+_START_TIMEOUT_S = 60.0
 
 
 class World:
-    """Forks mesh.size ranks, runs one function on all of them, and ends them whatever happens.
+    """Persistent ranks.
 
-    timeout: seconds without a sign of life after which a rank counts as stalled.
+        with World(8, mesh={"dp": 2, "tp": 4}) as world:
+            results = world.run(fn, x)
+
+    fn(x) runs on every rank, with torch.distributed initialised; fn may also ask, by parameter name, for `rank`,
+    `mesh`, `<axis>_group` (tp_group, dp_group, ep_group, ...) and `context`. It may be a closure or a local function.
+    Results come back in rank order, tensors through shared memory. Outside a `with`, run() starts a world for one call.
+
+    size: number of ranks, or a Mesh. timeout: seconds a rank may give no sign of life, or be waited for. communicate:
+    False starts ranks without process groups. shared: objects the ranks inherit without a copy; fn asks for them by
+    name. memory_limit: bytes of address space a rank may use beyond what it inherits.
     """
 
-    def __init__(self, mesh: Mesh, *, timeout: float = 60.0, communicate: bool = True):
-        self.mesh, self.timeout, self.communicate = mesh, timeout, communicate
+    def __init__(
+        self,
+        size: int | Mesh,
+        mesh: Mapping[str, int] | None = None,
+        *,
+        timeout: float = 60.0,
+        communicate: bool = True,
+        shared: Mapping[str, Any] | None = None,
+        memory_limit: int | None = None,
+    ):
+        self.mesh = size if isinstance(size, Mesh) else Mesh.of(size, mesh)
+        self.timeout, self.communicate, self.memory_limit = timeout, communicate, memory_limit
+        self.shared = dict(shared or {})
+        self.usage: list[dict[str, Any]] = []
+        self._processes: list[Any] = []
+        self._channels: list[Channel] = []
+        self._joins = 0
+        self._known_modules: frozenset[str] = frozenset()
 
-    def run(
-        self, fn: Callable[[RankContext], Any], on_progress: Callable[[Board], None] = lambda board: None
-    ) -> list[Any]:
-        """fn(context) on every rank; results in rank order. The ranks inherit this process's memory.
+    @property
+    def size(self) -> int:
+        return self.mesh.size
 
-        Raises RankError, naming rank, op and module, when a rank raises, dies or stalls.
-        """
-        board = Board(self.mesh.size)
-        folder = Path(tempfile.mkdtemp(prefix=f"emulator-{os.getpid()}-"))
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "World":
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self, first: tuple[Callable, tuple] | None = None) -> None:
+        """Forks the ranks and waits until all have joined their groups. first: (fn, args) that they inherit and run
+        at once (run() uses it to spare a one-call world the transport of fn)."""
+        self.board = Board(self.size)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"emulator-{os.getpid()}-"))
+        self._known_modules = frozenset(sys.modules)
         context = multiprocessing.get_context("fork")
-        processes, pipes = [], []
         sys.stdout.flush()
         sys.stderr.flush()
+        init_method = self._init_method()
         gc.freeze()  # else each rank's collector would touch, and so copy, every inherited page
         try:
-            for rank in range(self.mesh.size):
-                receiver, sender = context.Pipe(duplex=False)
-                init = f"file://{folder}/store" if self.communicate and self.mesh.size > 1 else None
-                args = (fn, RankContext(self.mesh, rank, board, None, self.timeout), init, sender, os.getpid())
-                process = context.Process(target=_rank_main, args=args, daemon=True, name=f"rank {rank}")
+            for rank in range(self.size):
+                ours, theirs = socket.socketpair()
+                args = (rank, theirs, ours, init_method, os.getpid(), first)
+                process = context.Process(target=self._rank_main, args=args, daemon=True, name=f"rank {rank}")
                 process.start()
-                sender.close()
-                processes.append(process)
-                pipes.append(receiver)
-            return _collect(processes, pipes, board, self.timeout, on_progress)
+                theirs.close()
+                self._processes.append(process)
+                self._channels.append(Channel(ours))
         finally:
             gc.unfreeze()
-            board.abort()
-            _end(processes)
-            shutil.rmtree(folder, ignore_errors=True)
+        started = self._gather(_START_TIMEOUT_S)
+        if any(status != "ready" for status, _ in started):
+            doing = [self.board.status(r)[1] for r in range(self.size)]
+            error = failure_of([value for status, value in started if status != "ready"], doing)
+            self.kill()
+            raise error
 
+    def _rank_main(
+        self, rank: int, theirs: socket.socket, ours: socket.socket, init: str | None, parent: int, first: Any
+    ) -> None:
+        for channel in self._channels:  # the parent's ends: a rank must not keep a dead parent's sockets open
+            channel.close()
+        ours.close()
+        if self.memory_limit is not None:
+            import resource
 
-def _rank_main(fn: Callable, context: RankContext, init: str | None, sender: Connection, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives its parent
-    if os.getppid() != parent:
-        os._exit(3)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    one_thread()
-    outcome = run_rank(fn, context, init)
-    sender.send_bytes(pickle.dumps(outcome))
-    sender.close()
-    if outcome[0] == "error":
-        time.sleep(_GRACE_S)  # keep sockets open: the others should read the board, not a broken connection
-        os._exit(3)
+            import psutil
 
+            limit = psutil.Process().memory_info().vms + self.memory_limit
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        serve(RankContext(self.mesh, rank, self.board, self.timeout), Channel(theirs), init, parent, self.shared, first)
 
-def run_rank(fn: Callable[[RankContext], Any], context: RankContext, init: str | None) -> tuple[str, Any]:
-    """("ok", result), or ("error", {rank, kind, message, doing, traceback}) with the board's abort flag set."""
-    transport: Gloo | None = None
-    try:
-        if init is not None:
-            context.board.set_status(context.rank, "joining the process group")
-            transport = Gloo(context.mesh, context.rank, init_method=init, timeout=context.timeout)
-            context.transport = transport
-        result = fn(context)
-        context.board.set_status(context.rank, "done")
-        if transport is not None:
-            transport.close()
-        return "ok", result
-    except BaseException as error:
-        doing = context.board.status(context.rank)[1]
-        secondary = isinstance(error, PeerFailed) or context.board.aborted
-        context.board.abort()
-        info = {
-            "rank": context.rank,
-            "kind": type(error).__name__,
-            "message": str(error),
-            "doing": doing,
-            "secondary": secondary,
-            "usage": isinstance(error, UsageError),
-            "traceback": traceback.format_exc(),
-        }
-        return "error", info
+    def _init_method(self) -> str | None:
+        if not self.communicate or (self.size == 1 and not self.mesh.axes):
+            return None
+        self._joins += 1
+        return f"file://{self._folder}/store{self._joins}"
 
+    def close(self) -> None:
+        """Ends all ranks and removes every trace of them. A closed world starts again at the next run."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.send(encode(("exit", None)))
+        self._end(_GRACE_S)
 
-def _collect(
-    processes: list, pipes: list[Connection], board: Board, timeout: float, on_progress: Callable
-) -> list[Any]:
-    """Waits for all ranks, watching for deaths and for ranks without a sign of life."""
-    results: dict[int, Any] = {}
-    errors: list[dict[str, Any]] = []
-    seen = [(time.monotonic(), -1)] * len(processes)
-    open_ranks: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_ranks and not errors:
-        for pipe in wait(list(open_ranks), timeout=0.1):
-            rank = open_ranks.pop(pipe)
-            _take(pipe, rank, processes, board, results, errors)
-        on_progress(board)
-        now = time.monotonic()
-        for rank in open_ranks.values():
-            count, doing = board.status(rank)
-            if count != seen[rank][1] or doing.startswith("waiting"):
-                seen[rank] = (now, count)
-            elif now - seen[rank][0] > timeout:
-                message = f"no sign of life for {timeout:g} s"
-                errors.append({"rank": rank, "kind": "Stalled", "message": message, "doing": doing, "secondary": False})
-    if errors:
-        board.abort()
-        deadline = time.monotonic() + _GRACE_S
-        while open_ranks and time.monotonic() < deadline:
-            for pipe in wait(list(open_ranks), timeout=0.05):
-                _take(pipe, open_ranks.pop(pipe), processes, board, results, errors)
-        raise rank_error(errors, board)
-    return [results[rank] for rank in range(len(processes))]
+    def kill(self) -> None:
+        """Ends all ranks at once, whatever they are doing."""
+        self._end(0.0)
 
-
-def _take(pipe: Any, rank: int, processes: list, board: Board, results: dict, errors: list) -> None:
-    try:
-        status, value = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        processes[rank].join(1.0)
-        code = processes[rank].exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        doing = board.status(rank)[1]
-        errors.append({"rank": rank, "kind": "Died", "message": how, "doing": doing, "secondary": False})
-        return
-    if status == "ok":
-        results[rank] = value
-    else:
-        errors.append(value)
-
-
-def rank_error(errors: list[dict[str, Any]], board: Board) -> Exception:
-    """The error of the run: the first cause, and what every other rank was doing."""
-    causes = [e for e in errors if not e["secondary"]] or errors
-    # a rank that died or stalled explains the ranks that waited for it
-    cause = min(causes, key=lambda e: (e["kind"] == "PeerStalled", e["kind"] == "CallMismatch", e["rank"]))
-    if cause.get("usage"):
-        return UsageError(cause["message"])
-    others = {r: board.status(r)[1] for r in range(board.world_size) if r != cause["rank"]}
-    message = f"rank {cause['rank']}: {cause['kind']}: {cause['message']} (while {cause['doing'] or 'starting'})"
-    return RankError(message, {**cause, "others": others})
-
-
-def _end(processes: list) -> None:
-    deadline = time.monotonic() + _GRACE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
+    def _end(self, grace: float) -> None:
+        if not self._processes:
+            return
+        self.board.abort()
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()  # SIGKILL ends a stopped process too
             process.join()
-        process.close()
+            process.close()
+        for channel in self._channels:
+            channel.close()
+        self._processes, self._channels = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable,
+        *args: Any,
+        timeout: float | None = None,
+        return_exceptions: bool = False,
+        on_progress: Callable[[Board], None] | None = None,
+    ) -> list[Any]:
+        """fn(*args) on every rank; results in rank order.
+
+        timeout: seconds for this call (default: the world's) without a sign of life of a rank. return_exceptions: give
+        the exceptions in place of results instead of raising. on_progress(board) is called now and then.
+        Raises RankError when a rank raises, dies or stalls; its report names rank, op and call site, and its `outcomes`
+        hold every rank's result or exception. The world can be used again afterwards.
+        """
+        limit = self.timeout if timeout is None else timeout
+        if not self._processes:
+            self.start((fn, args))
+            try:
+                return self._results(limit, return_exceptions, on_progress)
+            finally:
+                self.close()
+        message = self._encode_call(fn, args)
+        for channel in self._channels:
+            channel.send(message)
+        if message[1] is not None:
+            os.close(message[1])
+        return self._results(limit, return_exceptions, on_progress)
+
+    def _encode_call(self, fn: Callable, args: tuple) -> tuple[bytes, int | None]:
+        """fn travels by name where the ranks know its module, else by value."""
+        module = sys.modules.get(getattr(fn, "__module__", None) or "")
+        foreign = module is not None and module.__name__ not in self._known_modules and module.__name__ != "__main__"
+        if foreign:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            return encode(("run", (fn, args)))
+        except Exception as error:
+            raise UsageError(f"{getattr(fn, '__name__', fn)}: cannot be sent to the ranks: {error}") from error
+        finally:
+            if foreign:
+                cloudpickle.unregister_pickle_by_value(module)
+
+    def _results(self, limit: float, return_exceptions: bool, on_progress: Callable | None) -> list[Any]:
+        replies = self._gather(limit, on_progress)
+        failed = [r for r in replies if r[0] != "ok"]
+        if not failed:
+            self.usage = [value[1] for _, value in replies]
+            return [value[0] for _, value in replies]
+        outcomes = [value[0] if status == "ok" else _exception(value) for status, value in replies]
+        error = failure_of([value for _, value in failed], [self.board.status(r)[1] for r in range(self.size)])
+        if any(value["kind"] in ("Died", "Stalled") for _, value in failed):
+            self.kill()
+        else:
+            self._recover()
+        if return_exceptions:
+            return outcomes
+        if isinstance(error, RankError):
+            error.outcomes = outcomes
+        raise error
+
+    def _recover(self) -> None:
+        """After exceptions all ranks are idle again; fresh groups keep half-done calls from the next function."""
+        self.board.reset()
+        if not self.communicate:
+            return
+        init = self._init_method()
+        for channel in self._channels:
+            channel.send(encode(("rejoin", init)))
+        if any(status != "ready" for status, _ in self._gather(_START_TIMEOUT_S)):
+            self.kill()
+
+    def _gather(self, limit: float, on_progress: Callable | None = None) -> list[tuple[str, Any]]:
+        """One reply from every rank, in order. A rank that dies or gives no sign of life for `limit` seconds gets a
+        reply of ("error", ...) here, and so do the ranks that never answer because of it."""
+        replies: dict[int, tuple[str, Any]] = {}
+        now = time.monotonic()
+        alive = {r: (now, -1) for r in range(self.size)}
+        hopeless: float | None = None
+        waiting: dict[Any, int] = {channel: rank for rank, channel in enumerate(self._channels)}
+        while waiting:
+            for channel in wait(list(waiting), timeout=0.05 if on_progress or hopeless else 0.2):
+                rank = waiting.pop(channel)  # type: ignore[arg-type]
+                try:
+                    replies[rank] = channel.receive()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    replies[rank] = ("error", self._death(rank))
+                    self.board.abort()
+            if on_progress is not None:
+                on_progress(self.board)
+            now = time.monotonic()
+            for rank in waiting.values():
+                count, doing = self.board.status(rank)
+                if count != alive[rank][1] or doing.startswith("waiting"):
+                    alive[rank] = (now, count)
+            if hopeless is None and any(status == "error" and v["kind"] == "Died" for status, v in replies.values()):
+                hopeless = now + _GRACE_S
+            silent = [rank for rank in waiting.values() if now - alive[rank][0] > limit]
+            if silent and hopeless is None:
+                for rank in silent:
+                    doing = self.board.status(rank)[1]
+                    replies[rank] = ("error", _stall(rank, f"no sign of life for {limit:g} s", doing))
+                    waiting = {c: r for c, r in waiting.items() if r != rank}
+                self.board.abort()
+                hopeless = now + _GRACE_S
+            if hopeless is None and any(status == "error" for status, _ in replies.values()):
+                # an exception: the others meet the abort flag at their next wait, or never
+                hopeless = now + max(limit, _GRACE_S) if self._busy(waiting) else now + _GRACE_S
+            if hopeless is not None and now > hopeless:
+                for rank in waiting.values():
+                    doing = self.board.status(rank)[1]
+                    replies[rank] = ("error", {**_stall(rank, "did not answer", doing), "secondary": True})
+                break
+        return [replies[rank] for rank in range(self.size)]
+
+    def _busy(self, waiting: Mapping[Any, int]) -> bool:
+        return any(self.board.status(r)[1] not in (DONE, FAILED) for r in waiting.values())
+
+    def _death(self, rank: int) -> dict[str, Any]:
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        return {**_stall(rank, how, self.board.status(rank)[1]), "kind": "Died"}
+
+
+def _stall(rank: int, message: str, doing: str) -> dict[str, Any]:
+    return {"rank": rank, "kind": "Stalled", "message": message, "doing": doing, "secondary": False, "calls": []}
+
+
+def _exception(value: Mapping[str, Any]) -> Exception:
+    error = UsageError(value["message"]) if value.get("usage_error") else RankError(value["message"], dict(value))
+    return error

@@ -200,15 +200,13 @@ def test_layer_against_hf(tmp_path_factory: pytest.TempPathFactory, capsys: pyte
     path = folder / "layer_against_hf.json"
     path.write_text(json.dumps({"threads": THREADS, "config": CONFIG, "rows": rows}, indent=2))
     with capsys.disabled():
-        print(
-            f"\n{'tokens':>7} {'HF ms':>8} {'ours ms':>8} {'speed-up':>8} {'best':>6} {'HF MB':>8} {'ours MB':>8} {'ratio':>6}"
-        )
+        heads = ("tokens", "HF ms", "ours ms", "speed-up", "best", "HF MB", "ours MB", "ratio")
+        print("\n" + "".join(f"{head:>9}" for head in heads))
         for row in rows:
-            print(
-                f"{row['tokens']:>7} {row['hf_ms']:>8.0f} {row['ours_ms']:>8.0f} {row['speed_up']:>8.2f} "
-                f"{row['speed_up_best']:>6.2f} "
-                f"{row['hf_peak_mb']:>8.0f} {row['ours_peak_mb']:>8.0f} {row['memory_ratio']:>6.2f}"
-            )
+            whole = [f"{row[name]:>9.0f}" for name in ("tokens", "hf_ms", "ours_ms")]
+            speed = [f"{row[name]:>9.2f}" for name in ("speed_up", "speed_up_best")]
+            memory = [f"{row['hf_peak_mb']:>9.0f}", f"{row['ours_peak_mb']:>9.0f}", f"{row['memory_ratio']:>9.2f}"]
+            print("".join(whole + speed + memory))
         print(f"written to {path}")
 
 

@@ -6,7 +6,8 @@ import torch
 from emulator.errors import RankError
 from emulator.runtime.collectives import Collectives, bytes_sent
 from emulator.runtime.mesh import Mesh
-from emulator.runtime.world import RankContext, World
+from emulator.runtime.rank_process import RankContext
+from emulator.runtime.world import World
 
 SIZE = 3
 NAMES = {"node": "n", "module": "m", "layout": "x"}

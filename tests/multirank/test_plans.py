@@ -22,7 +22,7 @@ def _summary(model: str, plan: str, tp: int, tokens: int, **fields) -> dict:
     given = {"plan": plan, "parallel": {"tp": tp}, "tokens": tokens, **fields}
     with single_thread():
         prepared = prepare(load_scenario(model, given))
-        reports = World(prepared.mesh).run(lambda context: run_on_rank(prepared, context))
+        reports = World(prepared.mesh).run(run_on_rank, prepared)
     return summarise(prepared, reports, 0.0)
 
 

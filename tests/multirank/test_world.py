@@ -13,7 +13,8 @@ import torch
 from emulator.errors import RankError, UsageError
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.mesh import Mesh
-from emulator.runtime.world import RankContext, World
+from emulator.runtime.rank_process import RankContext
+from emulator.runtime.world import World
 
 TIMEOUT = 2.0
 
@@ -61,7 +62,7 @@ def _spin() -> None:
 
 def test_results_come_in_rank_order_and_ranks_share_memory():
     big = torch.arange(1000)
-    results = World(Mesh(tp=4)).run(lambda c: (c.rank, int(big.sum()), _reduce(c)))
+    results = World(Mesh(tp=4)).run(lambda context: (context.rank, int(big.sum()), _reduce(context)))
     assert results == [(r, 499500, 4.0) for r in range(4)]
 
 

@@ -64,7 +64,7 @@ def calls(dtype: torch.dtype) -> dict[str, list[Call]]:
             ((f(14, 11), f(5, 13, 11), torch.tensor([[1, 2, 0, 3, 1]] * 2)), {}),
         ],
         "moe_combine": [((f(14, 11), order, f(7, 2).float()), {})],
-        "mla_absorb": [((f(3 * 9, 5), 4, 5), {})],
+        "mla_absorb": [((f(3 * 9, 7), 4, 5), {})],
         "mla_sparse_attention": [((f(7, 3, 6), f(10, 8), f(3, 4, 6), f(3, 6, 5), topk, *batch(), 2, 0.4), {})],
         "dsa_indexer_key": [((f(7, 11), f(9, 11), f(9), f(9), positions, inv_freq, 1e-6, True, 1.0), {})],
         "dsa_indexer_topk": [

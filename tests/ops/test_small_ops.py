@@ -53,10 +53,11 @@ def test_rms_norm_rounds_before_the_weight() -> None:
 
 
 def test_rms_norm_of_low_precision_is_computed_wide() -> None:
-    # squares of 1e-4 vanish beside 256^2 in bfloat16 sums, and 3e19 overflows float32 only when squared in it
-    x = torch.full((1, 1000), 0.1, dtype=torch.bfloat16)
-    y = ops.rms_norm(x, torch.ones(1000, dtype=torch.bfloat16), 0.0)
-    assert y[0, 0] == 1.0  # a bfloat16 running sum of 1000 squares would stall near 4
+    # rounded once, at the end: squares, mean and root in bfloat16 would be off by several units in the last place
+    x = floats(4, 64).bfloat16()
+    wide = x.double()
+    expected = (wide / wide.pow(2).mean(-1, keepdim=True).sqrt()).bfloat16()
+    assert torch.equal(ops.rms_norm(x, torch.ones(64, dtype=torch.bfloat16), 0.0), expected)
 
 
 def test_add_rms_norm_forms_agree() -> None:

@@ -91,6 +91,21 @@ def test_packed_requests_and_chunks_equal_hf(make_pair: Callable, mini: str) -> 
 
 
 @each_mini
+def test_cache_rows_equal_hf(make_pair: Callable, mini: str) -> None:
+    """Latents, rotated keys and index keys themselves: of the index keys, the layers above show only the choices."""
+    pair = make_pair(mini, torch.float64)
+    ids = pair.tokens(97)
+    with torch.no_grad():
+        cache = pair.hf.model(input_ids=ids.unsqueeze(0), use_cache=True).cache
+    batch = pair.ours.batch(ids)
+    pair.ours.run(batch)
+    for i, layer in enumerate(cache.layers):
+        latent = torch.cat([layer.keys, layer.values], -1)[0, 0]
+        assert distance(batch.latent_caches[i][batch.slots], latent) < 1e-11, f"layer {i}"
+        assert distance(batch.index_caches[i][batch.slots], layer.indexer_keys[0]) < 1e-11, f"layer {i}"
+
+
+@each_mini
 def test_checkpoint_on_disk_is_per_expert(make_pair: Callable, mini: str) -> None:
     """What the loader read above is the form in which checkpoints are published."""
     pair = make_pair(mini, torch.float32)
