@@ -1,8 +1,10 @@
 """The same job under torchrun: each process is a rank; what a host shares is prepared by its first process."""
 
+import contextlib
 import json
 import mmap
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -28,6 +30,7 @@ from emulator.verdict import summarise
 from emulator.verify.reference import Tolerance
 
 _JOIN_TIMEOUT_S = 300.0
+_GRACE_S = 0.3
 
 
 def under_torchrun() -> bool:
@@ -57,12 +60,18 @@ def run_under_torchrun(scenario: Scenario, out_dir: Path | None) -> dict[str, An
     with single_thread():
         mesh = scenario.mesh(scenario.config())
         prepared, context = _share(scenario, out_dir, mesh, rank)
-        status, outcome = attempt(run_on_rank, (prepared,), context, {})
+        context.board.pids[rank] = os.getpid()
+        status, outcome = attempt(_run_and_gather, (prepared,), context, {})
         if status == "error":
             _fail(outcome, context)
-        reports = gather_objects(outcome[0], mesh, rank)
+        reports = outcome[0]
         leave_groups(context)
     return summarise(prepared, reports, time.perf_counter() - started) if reports else None
+
+
+def _run_and_gather(prepared: Prepared, context: RankContext) -> list | None:
+    report = run_on_rank(prepared, context)
+    return gather_objects(report, context.mesh, context.rank)
 
 
 def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> tuple[Prepared, RankContext]:
@@ -117,10 +126,16 @@ def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
 
 def _fail(info: dict[str, Any], context: RankContext) -> None:
     """The rank that failed reports and ends the launch; ranks that only follow leave without a word."""
+    board = context.board
     if info["secondary"]:
         os._exit(3)
-    error = failure_of([info], [context.board.status(r)[1] for r in range(context.mesh.size)])
-    if isinstance(error, RankError):
-        print(f"error: {error}", flush=True, file=sys.stderr)
-        os._exit(3)
-    raise error
+    error = failure_of([info], [board.status(r)[1] for r in range(context.mesh.size)])
+    if not isinstance(error, RankError):
+        raise error
+    print(f"error: {error}", flush=True, file=sys.stderr)
+    time.sleep(_GRACE_S)
+    for pid in board.pids.tolist():  # torchrun's own SIGTERM does not end a rank that is stopped or loops
+        if pid not in (0, os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os._exit(3)

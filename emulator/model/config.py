@@ -12,6 +12,12 @@ from emulator.model.structure import has_dsa_structure, missing_dsa_fields
 
 HF_LATENT_NORM_EPS = 1e-6  # HF builds q_a/kv_a_layernorm with the class default, whatever the config says
 
+_SHARED_DEFAULTS = {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
+HF_DEFAULTS: dict[Any, dict[str, Any]] = {
+    "glm_moe_dsa": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-6, "n_group": 8, "topk_group": 4},
+}
+
 
 class RopeParameters(BaseModel):
     """Rotary settings, in HF's rope_parameters form. Only `default` and `yarn` exist in this family."""
@@ -44,11 +50,11 @@ class ModelConfig(BaseModel):
     n_shared_experts: PositiveInt = 1
     n_routed_experts: PositiveInt
     num_experts_per_tok: PositiveInt
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float
     norm_topk_prob: bool = True
     n_group: PositiveInt = 1
     topk_group: PositiveInt = 1
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: int | None = None
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -64,8 +70,14 @@ class ModelConfig(BaseModel):
     index_topk_freq: PositiveInt = 1
     index_skip_topk_offset: int = 2
     attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float
     rope_parameters: RopeParameters = RopeParameters()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hf_defaults(cls, data: Any) -> Any:
+        """A field that a config of a known class omits has that class's default in HF."""
+        return {**HF_DEFAULTS.get(data.get("model_type"), {}), **data} if isinstance(data, dict) else data
 
     @model_validator(mode="before")
     @classmethod
@@ -80,6 +92,8 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ModelConfig":
+        if self.first_k_dense_replace is None and self.mlp_layer_types is None:
+            raise ValueError("first_k_dense_replace or mlp_layer_types must say which layers are dense")
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide n_routed_experts and be at least topk_group")
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
@@ -109,6 +123,7 @@ class ModelConfig(BaseModel):
         """Whether a decoder layer has routed experts."""
         if self.mlp_layer_types is not None:
             return self.mlp_layer_types[layer] == "sparse"
+        assert self.first_k_dense_replace is not None
         return layer >= self.first_k_dense_replace
 
     def has_indexer(self, layer: int) -> bool:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,29 +75,30 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._handles: dict[str, Any] = {}  # opening a file parses its whole header
         index = folder / "model.safetensors.index.json"
         if index.exists():
             self.files = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").exists():
-            with self._open("model.safetensors") as handle:
-                self.files = dict.fromkeys(handle.keys(), "model.safetensors")
+            self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise UsageError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
-    def _open(self, file: str):
+    def _open(self, file: str) -> Any:
         try:
-            return safe_open(self.folder / file, framework="pt")
+            if file not in self._handles:
+                self._handles[file] = safe_open(self.folder / file, framework="pt")
+            return self._handles[file]
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{self.folder / file}: not a readable safetensors file: {error}") from None
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.files:
             raise UsageError(f"{self.folder}: checkpoint has no tensor {name} (expected shape {list(shape)})")
-        with self._open(self.files[name]) as handle:
-            try:
-                tensor = handle.get_tensor(name)
-            except SafetensorError:
-                raise UsageError(f"{self.folder / self.files[name]}: index names {name}, the file lacks it") from None
+        try:
+            tensor = self._open(self.files[name]).get_tensor(name)
+        except SafetensorError:
+            raise UsageError(f"{self.folder / self.files[name]}: index names {name}, the file lacks it") from None
         if tuple(tensor.shape) != shape:
             raise UsageError(
                 f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"

@@ -15,7 +15,7 @@ def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up; without `up`, gate is packed as [gate | up] along the last dim."""
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.silu(gate).mul_(up)
 
 
 def _swiglu_fake(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -120,9 +120,14 @@ def _grouped_matmul_rule(rows: Placement, weight: Placement, counts: Placement) 
 
 def _moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Sum over k of weight * expert row, back in token order: rows [M, D], order [M], weights [T, k] -> [T, D]."""
-    flat = weights.flatten()[order].to(rows.dtype)
-    output = rows.new_zeros((weights.shape[0], rows.shape[1]))
-    return output.index_add_(0, order // weights.shape[1], rows * flat.unsqueeze(-1))
+    if not rows.shape[0]:
+        return rows.new_zeros((weights.shape[0], rows.shape[1]))
+    flat, row = order.sort()  # token by token, its experts in the order of its k choices
+    counts = torch.bincount(flat // weights.shape[1], minlength=weights.shape[0])
+    # One pass that gathers, scales and sums: rows * weight would be another copy of all dispatched rows.
+    return torch.nn.functional.embedding_bag(
+        row, rows, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weights.flatten()[flat].to(rows.dtype)
+    )
 
 
 define("moe_gate(Tensor x, Tensor weight) -> Tensor", kernel=_moe_gate, fake=_moe_gate_fake, rule=_whole_rows)

@@ -46,22 +46,24 @@ class PeerStalled(RuntimeError):
 
 
 class Board:
-    """Shared pages: an abort flag, a status per rank, and per (group, rank) a counter of posted calls with a ring of
-    the last ones."""
+    """Shared pages: an abort flag, a process id and a status per rank, and per (group, rank) a counter of posted calls
+    with a ring of the last ones."""
 
     def __init__(self, world_size: int, memory: mmap.mmap | None = None):
         self.world_size = world_size
         self.memory = memory if memory is not None else mmap.mmap(-1, self.size_of(world_size))
         self._posted = np.frombuffer(self.memory, dtype=np.uint64, count=NUM_GROUPS * world_size, offset=_FLAGS)
         self._posted = self._posted.reshape(NUM_GROUPS, world_size)
-        self._statuses = _FLAGS + self._posted.nbytes
+        after = _FLAGS + self._posted.nbytes
+        self.pids = np.frombuffer(self.memory, dtype=np.int64, count=world_size, offset=after)
+        self._statuses = after + self.pids.nbytes
         self._slots = self._statuses + world_size * _STATUS_BYTES
         self._slot_bytes = _slot_bytes(world_size)
         self._status_count = 0
 
     @staticmethod
     def size_of(world_size: int) -> int:
-        per_rank = _STATUS_BYTES + NUM_GROUPS * (8 + _RING * _slot_bytes(world_size))
+        per_rank = 8 + _STATUS_BYTES + NUM_GROUPS * (8 + _RING * _slot_bytes(world_size))
         return _FLAGS + world_size * per_rank
 
     # -- abort and status ---------------------------------------------------------------------------------------------
@@ -147,17 +149,27 @@ class Board:
             missing = [m for m in members if row[m] < number]
             ended = [m for m in missing if self.status(m)[1] == DONE] if polls > 8 else []
             if ended and not self.all_posted(group, ended, number):
-                raise self._stalled(call, missing, ended, "finished without making this call")
+                came = [m for m in members if m not in missing]
+                tied = 2 * len(ended) == len(members)
+                culprits = sorted({*came, *ended}) if tied else came if 2 * len(ended) > len(members) else ended
+                raise self._stalled(call, missing, ended, "finished without making this call", culprits)
             if time.monotonic() > deadline:
                 raise self._stalled(call, missing, missing, f"did not come within {timeout:g} s")
             polls += 1
             time.sleep(min(2e-3, 2e-5 * 1.5 ** min(polls, 20)))
 
-    def _stalled(self, call: Mapping[str, Any], missing: list[int], culprits: list[int], why: str) -> PeerStalled:
+    def _stalled(
+        self,
+        call: Mapping[str, Any],
+        missing: list[int],
+        absent: list[int],
+        why: str,
+        culprits: list[int] | None = None,
+    ) -> PeerStalled:
         doing = "; ".join(f"rank {m} is {self.status(m)[1] or 'starting'}" for m in missing)
         what = f"{call.get('op')} on {call.get('group', 'its group')} in {call.get('module') or call.get('site')}"
-        ranks = ", ".join(map(str, culprits))
-        return PeerStalled(f"{what}: rank {ranks} {why} ({doing})", culprits)
+        ranks = ", ".join(map(str, absent))
+        return PeerStalled(f"{what}: rank {ranks} {why} ({doing})", absent if culprits is None else culprits)
 
     def _slot(self, group: int, rank: int, number: int) -> int:
         index = (group * self.world_size + rank) * _RING + number % _RING
@@ -222,3 +234,18 @@ def compare_calls(
                 for m, c, v in zip(members, calls, values)
             ]
             raise CallMismatch(f"ranks of {group} disagree on {name}: {'; '.join(told)}", culprits)
+
+
+def compare_pairs(
+    group: str, members: Sequence[int], sends: Sequence[Sequence], receives: Sequence[Sequence], site: str
+) -> None:
+    """Raises CallMismatch unless what every rank sends to every other is what that one expects. sends[i][j] goes from
+    the i-th to the j-th rank, which expects receives[j][i]. All ranks see the whole table, so all of them raise."""
+    for i, sender in enumerate(members):
+        for j, receiver in enumerate(members):
+            if sends[i][j] != receives[j][i]:
+                raise CallMismatch(
+                    f"all_to_all on {group} at {site}: rank {sender} sends {sends[i][j]} to rank {receiver}, "
+                    f"which expects {receives[j][i]}",
+                    sorted({sender, receiver}),
+                )

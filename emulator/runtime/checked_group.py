@@ -6,13 +6,13 @@ blocking call), or when a later call of the group is about to run, in the order 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls
+from emulator.runtime.board import AXES, Board, compare_calls, compare_pairs
 from emulator.runtime.comm_call import CommCall, caller, describe_tensors, num_bytes, sent_bytes
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.point_to_point import PointToPoint
@@ -104,6 +104,10 @@ class CheckedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
+    @property
+    def group_name(self) -> str:  # functional collectives and DeviceMesh find a group by this name
+        return dist.distributed_c10d._world.pg_names[self]
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def describe(self, op: str, inputs: Any, outputs: Any, opts: Any, splits: Any = None) -> CommCall:
@@ -160,27 +164,11 @@ class CheckedGroup(dist.ProcessGroup):
             )
             compare_calls(call.group, self.members, posts, _SAME[call.op])
             if call.op == "all_to_all":
-                self._compare_pairs(call, posts)
+                tables = [pair_table(post) for post in posts]
+                compare_pairs(call.group, self.members, *zip(*tables), call.site)
             self.queue.popleft()
             first.inner = first.launch()
             self.board.set_status(self.global_rank, f"running after {call.op} at {call.site}")
-
-    def _compare_pairs(self, call: CommCall, posts: list) -> None:
-        """Each rank's rows for me are what I expect from it."""
-        me = self.rank()
-        expected = call.post()
-        for index, (member, post) in enumerate(zip(self.members, posts)):
-            if call.splits is not None and post["splits"] is not None:
-                sends, awaited = post["splits"][0][me], call.splits[1][index]
-            else:
-                sends = post["inputs"][me if len(post["inputs"]) > 1 else 0]
-                awaited = expected["outputs"][index if len(expected["outputs"]) > 1 else 0]
-            if sends != awaited:
-                raise CallMismatch(
-                    f"all_to_all on {call.group} at {call.site}: rank {member} sends {sends} to rank "
-                    f"{self.global_rank}, which expects {awaited}",
-                    [member, self.global_rank],
-                )
 
     def barrier(self, opts: Any = None) -> PendingWork:
         return self.submit(self.describe("barrier", [], [], opts), lambda: self.inner.barrier(opts))
@@ -196,6 +184,13 @@ class CheckedGroup(dist.ProcessGroup):
         while self.queue:
             self.run_until(self.queue[-1])
         return {"members": self.members, "label": self.label, **self.point_to_point.counts()}
+
+
+def pair_table(post: Mapping[str, Any]) -> tuple[list, list]:
+    """What a rank's all_to_all sends to, and expects from, each rank: rows of its split lists, or tensors."""
+    if post["splits"] is not None:
+        return post["splits"]
+    return post["inputs"], post["outputs"]
 
 
 def _collective(name: str, op: str, input_at: int, output_at: int) -> Callable:

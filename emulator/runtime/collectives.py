@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls
+from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, compare_pairs
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.transport import Transport
 
@@ -86,22 +86,14 @@ class Collectives:
         """Uneven all_to_all: send[i] rows go to, receive[i] rows come from, the i-th rank of the group."""
         if sum(send) != rows.shape[0]:
             raise CallMismatch(f"{call['module']}: {rows.shape[0]} rows, but the split list sends {sum(send)}")
-        call.update(width=list(rows.shape[1:]), splits=send)
+        call.update(width=list(rows.shape[1:]), splits=(send, receive))
         posts = self._agree(axis, call, ("op", "module", "dtype", "width", "layout"))
-        self._compare_splits(axis, [p["splits"] for p in posts], receive, call["module"])
+        sends, receives = zip(*(p["splits"] for p in posts))
+        compare_pairs(axis, self.mesh.members(axis, self.rank), sends, receives, call["module"])
         if self.evaluate is not None:
             return self.evaluate(torch.Tensor.new_empty, (rows, (sum(receive), *rows.shape[1:])), {})
         assert self.transport is not None, "this world has no transport"
         return self.transport.all_to_all(rows, axis, send, receive)
-
-    def _compare_splits(self, axis: str, sends: list[list[int]], receive: list[int], module: str) -> None:
-        me = self.mesh.index(axis, self.rank)
-        for member, sent, expected in zip(self.mesh.members(axis, self.rank), sends, receive):
-            if sent[me] != expected:
-                raise CallMismatch(
-                    f"all_to_all on {axis} in {module}: rank {member} sends {sent[me]} rows to rank {self.rank}, "
-                    f"which expects {expected}"
-                )
 
 
 def splits(counts: Tensor, size: int) -> list[int]:

@@ -19,7 +19,8 @@ def failure_of(errors: Sequence[dict[str, Any]], doing: Sequence[str]) -> Except
     if cause.get("usage_error"):
         return UsageError(cause["message"])
     culprits = cause.get("culprits") or [cause["rank"]]
-    others = {r: text for r, text in enumerate(doing) if r != cause["rank"]}
+    last = {**dict(enumerate(doing)), **{e["rank"]: e["doing"] for e in errors}}
+    others = {r: text for r, text in last.items() if r != cause["rank"]}
     message = f"rank {cause['rank']}: {cause['kind']}: {cause['message']} (while {cause['doing'] or 'starting'})"
     same = sorted(e["rank"] for e in causes if (e["kind"], e["message"]) == (cause["kind"], cause["message"]))
     if len(same) > 1:

@@ -252,13 +252,13 @@ class World:
             if hopeless is None and any(status == "error" and v["kind"] == "Died" for status, v in replies.values()):
                 hopeless = now + _GRACE_S
             silent = [rank for rank in waiting.values() if now - alive[rank][0] > limit]
-            if silent and hopeless is None:
+            if silent:
                 for rank in silent:
                     doing = self.board.status(rank)[1]
                     replies[rank] = ("error", _stall(rank, f"no sign of life for {limit:g} s", doing))
                     waiting = {c: r for c, r in waiting.items() if r != rank}
                 self.board.abort()
-                hopeless = now + _GRACE_S
+                hopeless = min(hopeless or now + _GRACE_S, now + _GRACE_S)
             if hopeless is None and any(status == "error" for status, _ in replies.values()):
                 # an exception: the others meet the abort flag at their next wait, or never
                 hopeless = now + max(limit, _GRACE_S) if self._busy(waiting) else now + _GRACE_S
