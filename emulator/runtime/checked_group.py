@@ -164,8 +164,8 @@ class CheckedGroup(dist.ProcessGroup):
             )
             compare_calls(call.group, self.members, posts, _SAME[call.op])
             if call.op == "all_to_all":
-                tables = [pair_table(post) for post in posts]
-                compare_pairs(call.group, self.members, *zip(*tables), call.site)
+                sends, receives = zip(*map(pair_table, posts))
+                compare_pairs(call.group, self.members, sends, receives, call.site)
             self.queue.popleft()
             first.inner = first.launch()
             self.board.set_status(self.global_rank, f"running after {call.op} at {call.site}")

@@ -111,7 +111,7 @@ def test_split_lists_that_disagree_are_named():
         receive = [1, 1, 2] if rank == 0 else [1, 1, 1]
         return call("all_to_all_rows", torch.zeros(3, 2), [1, 1, 1], receive, "ep", SIZE)
 
-    with pytest.raises(RankError, match="rank 2 sends 1 rows to rank 0, which expects 2"):
+    with pytest.raises(RankError, match="rank 2 sends 1 to rank 0, which expects 2"):
         _ranks(body)
 
 
