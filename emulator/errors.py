@@ -16,10 +16,14 @@ class LayoutError(UsageError):
 def first_problem(error: ValidationError) -> str:
     """The first problem of a pydantic validation in one line: where, what was given, what is allowed."""
     found: Any = error.errors()[0]
-    where = ".".join(map(str, found["loc"])) or "file"
+    where = ".".join(map(str, found["loc"]))
     if found["type"] == "extra_forbidden":
         return f"{where}: unknown field"
-    return f"{where} = {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}"
+    text = found["msg"].removeprefix("Value error, ")
+    text = text[0].lower() + text[1:]
+    if found["type"] == "missing" or isinstance(found["input"], (dict, list)):  # the input is the table around it
+        return f"{where}: {text}" if where else text
+    return f"{where} = {found['input']!r}: {text}"
 
 
 class RankError(RuntimeError):

@@ -104,6 +104,12 @@ class _Lowering:
         if leaf == "bias":
             placements = {a: PARTIAL if p == Shard(1) else p for a, p in placements.items()}
         for axis, placement in placements.items():
+            if axis not in self.sizes or (isinstance(placement, Shard) and placement.dim >= parameter.dim()):
+                want, axes = placement_word(placement, "weight"), ", ".join(self.sizes)
+                raise UsageError(
+                    f"plan {self.plan.name}: {name} {list(parameter.shape)} cannot be {axis}:{want} "
+                    f"(axes: {axes}; dims: 0 to {parameter.dim() - 1})"
+                )
             if isinstance(placement, Shard):
                 unit = getattr(parameter, "shard_unit", 1) if leaf == "weight" else 1
                 num_units = parameter.shape[placement.dim] // unit

@@ -96,13 +96,19 @@ class ModelConfig(BaseModel):
             raise ValueError("first_k_dense_replace or mlp_layer_types must say which layers are dense")
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide n_routed_experts and be at least topk_group")
+        if self.n_routed_experts // self.n_group < 2:
+            raise ValueError(f"n_group {self.n_group} leaves one expert a group, which is scored by its two best")
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
         if self.num_experts_per_tok > self.n_routed_experts // self.n_group * self.topk_group:
             raise ValueError("num_experts_per_tok exceeds the experts that the selected groups hold")
-        for name, types in (("mlp_layer_types", self.mlp_layer_types), ("indexer_types", self.indexer_types)):
+        for name in ("mlp_layer_types", "indexer_types", "index_topk_pattern"):
+            types = getattr(self, name)
             if types is not None and len(types) < self.num_hidden_layers:
                 raise ValueError(f"{name} has {len(types)} entries for {self.num_hidden_layers} layers")
+        rope = self.rope_parameters
+        if rope.rope_type == "yarn" and rope.original_max_position_embeddings is None:
+            raise ValueError("rope_parameters: yarn needs original_max_position_embeddings")
         if not self.has_indexer(0):
             raise ValueError("layer 0 shares the top-k of a previous layer, but there is none")
         return self

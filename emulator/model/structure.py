@@ -16,11 +16,12 @@ DSA_FIELDS = (
 )
 
 
-def missing_dsa_fields(config: Mapping[str, Any]) -> list[str]:
-    """Names of the DSA fields that an HF config (as a mapping) lacks or sets to zero or null."""
-    return [name for name in DSA_FIELDS if not isinstance(config.get(name), int) or config[name] <= 0]
+def missing_dsa_fields(config: Any) -> list[str]:
+    """Names of the DSA fields that an HF config (mapping or object) lacks or sets to zero or null."""
+    given: Mapping[str, Any] = config if isinstance(config, Mapping) else {n: getattr(config, n, 0) for n in DSA_FIELDS}
+    return [name for name in DSA_FIELDS if not isinstance(given.get(name), int) or given[name] <= 0]
 
 
 def has_dsa_structure(config: Any) -> bool:
     """Whether an HF config (mapping, or object with attributes) has DeepSeek-style sparse attention."""
-    return not missing_dsa_fields(config if isinstance(config, Mapping) else vars(config))
+    return not missing_dsa_fields(config)

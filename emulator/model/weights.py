@@ -78,7 +78,10 @@ class Checkpoint:
         self._handles: dict[str, Any] = {}  # opening a file parses its whole header
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]
+            try:
+                self.files = dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{index}: not a safetensors index with a weight_map ({error!r})") from None
         elif (folder / "model.safetensors").exists():
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:

@@ -73,6 +73,7 @@ def _moe_dispatch(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
     order holds the flat index t * k + j of each row in ids [T, k]; ids -1 are not dispatched.
     """
+    assert x.shape[0] == ids.shape[0], f"{x.shape[0]} rows of hidden states, {ids.shape[0]} of expert ids"
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
     order = order[(flat < 0).sum() :]
@@ -81,6 +82,7 @@ def _moe_dispatch(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
 
 def _moe_dispatch_fake(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    assert x.shape[0] == ids.shape[0], f"{x.shape[0]} rows of hidden states, {ids.shape[0]} of expert ids"
     num_rows = ids.shape[0] * ids.shape[1]
     return (
         x.new_empty((num_rows, x.shape[1])),
@@ -112,8 +114,13 @@ def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return output
 
 
+def _grouped_matmul_fake(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    assert rows.shape[1] == weight.shape[2], f"rows of {rows.shape[1]} features, weight takes {weight.shape[2]}"
+    return rows.new_empty((rows.shape[0], weight.shape[1]))
+
+
 def _grouped_matmul_rule(rows: Placement, weight: Placement, counts: Placement) -> Placement:
-    if rows == counts and (weight == R or (weight == Shard(0) and rows == Shard(0))):
+    if rows == counts and rows in (R, LOCAL) and (weight == R or (weight == Shard(0) and rows == LOCAL)):
         return rows
     raise Illegal("rows stand with another rank's experts", "expert rows x the same ranks' experts, or whole experts")
 
@@ -148,7 +155,7 @@ define(
 define(
     "grouped_matmul(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
     kernel=_grouped_matmul,
-    fake=lambda rows, weight, counts: rows.new_empty((rows.shape[0], weight.shape[1])),
+    fake=_grouped_matmul_fake,
     rule=_grouped_matmul_rule,
 )
 define(

@@ -31,6 +31,11 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleav
     return torch.cat(pieces, dim=-1)
 
 
+def _rope_fake(x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleaved: bool, scaling: float) -> Tensor:
+    assert x.shape[0] == positions.shape[0], f"{x.shape[0]} rows, {positions.shape[0]} positions"
+    return torch.empty_like(x)
+
+
 def _rope_rule(x: Placement, positions: Placement, inv_freq: Placement) -> Placement:
     if inv_freq == R and ((x in (R, Shard(1)) and positions == R) or (x == LOCAL and positions == LOCAL)):
         return x
@@ -40,6 +45,6 @@ def _rope_rule(x: Placement, positions: Placement, inv_freq: Placement) -> Place
 define(
     "rope(Tensor x, Tensor positions, Tensor inv_freq, int start, bool interleaved, float scaling) -> Tensor",
     kernel=rotate,
-    fake=lambda x, positions, inv_freq, start, interleaved, scaling: torch.empty_like(x),
+    fake=_rope_fake,
     rule=_rope_rule,
 )

@@ -64,15 +64,21 @@ def trace_files(folder: Path) -> list[Path]:
 def read_trace(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(header, records) of one rank's file. A last line cut short by a crash is left out."""
 
-    def lines() -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+    lines = path.read_text().splitlines()
+
+    def parsed() -> Iterator[Any]:
+        for number, line in enumerate(lines, 1):
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 if number == 1:
                     raise UsageError(f"{path}: line 1 is not a trace header") from None
+                if number < len(lines):
+                    raise UsageError(f"{path}: line {number} is not JSON, and it is not the last one") from None
 
-    header, *records = lines()
+    header, *records = list(parsed()) or [{}]
+    if not lines or not isinstance(header, dict):
+        raise UsageError(f"{path}: line 1 is not a trace header")
     if header.get("schema") != SCHEMA:
         raise UsageError(f"{path}: trace schema {header.get('schema')!r}, this version reads {SCHEMA}")
     return header, records

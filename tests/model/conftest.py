@@ -14,12 +14,13 @@ TINY: dict[str, Any] = {
     "moe_intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 3, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 7, "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2, "v_head_dim": 5, "index_topk": 3, "index_n_heads": 2, "index_head_dim": 4,
+    "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
 @pytest.fixture
 def tiny() -> dict[str, Any]:
-    """Content of a config.json with every field that has no default."""
+    """Content of a config.json with every field that a model of an unknown type must give."""
     return dict(TINY)
 
 

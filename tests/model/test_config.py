@@ -70,6 +70,28 @@ def test_glm_5_1_has_the_sizes_of_the_design() -> None:
     assert [c.is_moe(i) for i in range(78)] == [False] * 3 + [True] * 75
 
 
+@pytest.mark.parametrize(
+    ("model_type", "groups", "eps"), [("glm_moe_dsa", (1, 1), 1e-5), ("deepseek_v32", (8, 4), 1e-6)]
+)
+def test_an_omitted_field_has_the_default_of_its_hf_class(
+    tiny: Config, model_type: str, groups: tuple[int, int], eps: float
+) -> None:
+    # hf_models.md, table of the two classes
+    for name in ("n_group", "topk_group", "rms_norm_eps"):
+        del tiny[name]
+    config = parse_config(tiny | {"model_type": model_type, "n_routed_experts": 16}, "here")
+    assert (config.n_group, config.topk_group) == groups
+    assert config.rms_norm_eps == eps
+
+
+@pytest.mark.parametrize("field", ["rms_norm_eps", "routed_scaling_factor", "first_k_dense_replace"])
+def test_a_model_of_an_unknown_type_says_what_hf_would_know(tiny: Config, field: str) -> None:
+    del tiny[field]
+    with pytest.raises(UsageError, match=field) as error:
+        parse_config(tiny | {"model_type": "something_new"}, "here")
+    one_line(error)
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +240,7 @@ BAD = [
     ("negative size", {"hidden_size": -4}, ["hidden_size"]),
     ("text for a number", {"hidden_size": "wide"}, ["hidden_size", "wide"]),
     ("groups that do not divide", {"n_group": 3}, ["n_group 3", "n_routed_experts"]),
+    ("groups of one expert", {"n_group": 4, "topk_group": 2}, ["n_group 4"]),  # a group is scored by its two best
     ("more groups kept than there are", {"n_group": 2, "topk_group": 4}, ["topk_group"]),
     ("more experts chosen than there are", {"num_experts_per_tok": 5}, ["num_experts_per_tok"]),
     ("odd rope dim", {"qk_rope_head_dim": 3}, ["qk_rope_head_dim"]),

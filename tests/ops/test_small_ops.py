@@ -187,7 +187,7 @@ def test_slot_minus_one_never_writes() -> None:
         (torch.int32, lambda rows: bool((rows == -1).all())),
         (torch.bool, lambda rows: not rows.any()),
     ],
-    ids=str,
+    ids=["float64", "bfloat16", "int64", "int32", "bool"],
 )
 def test_pad_rows_are_seen_when_they_leak(dtype: torch.dtype, is_pad) -> None:
     x = torch.ones(3, 2).to(dtype)
