@@ -1,32 +1,40 @@
 """Emulates how DeepSeek-style sparse-attention models are laid out over tensor-parallel ranks.
 
-Public API: load_scenario, run (one scenario -> summary), load_config, has_dsa_structure, build_program, load_plan,
-lower, World and Mesh.
+The names below are the public API. They are imported on first use: the pytest plugin is loaded in every test session
+of a project that installs this package, and most of them never need torch for it.
 """
 
-from emulator.errors import LayoutError, RankError, UsageError
-from emulator.job import run
-from emulator.layout.lowering import lower
-from emulator.layout.plan import load_plan
-from emulator.model.config import load_config
-from emulator.model.program import build_program
-from emulator.model.structure import has_dsa_structure
-from emulator.runtime.mesh import Mesh
-from emulator.runtime.world import World
-from emulator.scenario import Scenario, load_scenario
+import importlib
+from typing import Any
 
-__all__ = [
-    "LayoutError",
-    "Mesh",
-    "RankError",
-    "Scenario",
-    "UsageError",
-    "World",
-    "build_program",
-    "has_dsa_structure",
-    "load_config",
-    "load_plan",
-    "load_scenario",
-    "lower",
-    "run",
-]
+_EXPORTS = {
+    "LayoutError": "emulator.errors",
+    "RankError": "emulator.errors",
+    "UsageError": "emulator.errors",
+    "Mesh": "emulator.runtime.mesh",
+    "Scenario": "emulator.scenario",
+    "World": "emulator.runtime.world",
+    "build_program": "emulator.model.program",
+    "has_dsa_structure": "emulator.model.structure",
+    "load_config": "emulator.model.config",
+    "load_plan": "emulator.layout.plan",
+    "load_scenario": "emulator.scenario",
+    "lower": "emulator.layout.lowering",
+    "run": "emulator.job",
+    "record": "emulator.testing.record",
+    "assert_collectives": "emulator.testing.asserts",
+    "assert_layout": "emulator.testing.asserts",
+    "assert_same_on_all_ranks": "emulator.testing.asserts",
+    "assert_sums_to": "emulator.testing.asserts",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'emulator' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

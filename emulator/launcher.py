@@ -97,7 +97,7 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
                 prepared.reference = map_shared(folder / "reference")
                 prepared.tolerance = Tolerance(**json.loads((folder / "tolerance.json").read_text()))
         context = RankContext(mesh, rank, _board(mesh, folder if one_host else None, store), scenario.timeout)
-        join_groups(context, "env://")
+        join_groups(context, dist.PrefixStore("groups", store))
         context.transport = context.transport if scenario.mode == "real" else None
         dist.barrier()  # everyone has mapped the files: they can go
     finally:

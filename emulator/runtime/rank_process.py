@@ -59,12 +59,12 @@ def call_on_rank(fn: Callable, args: tuple, offered: Mapping[str, Any]) -> Any:
     return fn(*args, **wanted)
 
 
-def join_groups(context: RankContext, init_method: str) -> None:
+def join_groups(context: RankContext, store: dist.Store) -> None:
     """Initialises torch.distributed on checked groups: the world, and one group per mesh axis (shared where the ranks
-    are the same, as tp and ep often are)."""
+    are the same, as tp and ep often are). store: where the ranks meet."""
     mesh, rank = context.mesh, context.rank
     register_backend(context.board, context.log, rank, context.timeout)
-    dist.init_process_group(BACKEND, init_method=init_method, rank=rank, world_size=mesh.size)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=mesh.size)
     made: dict[tuple[int, ...], Any] = {tuple(range(mesh.size)): dist.group.WORLD}
     for axis in mesh.names:
         for ranks in mesh.groups(axis):
@@ -84,24 +84,17 @@ def leave_groups(context: RankContext) -> None:
 
 
 def serve(
-    context: RankContext, channel: Channel, init_method: str | None, parent: int, shared: dict, first: Any
+    context: RankContext, channel: Channel, store: str, join: str | None, parent: int, shared: dict, first: Any
 ) -> None:
-    """Main loop of a rank process. first: (fn, args) to run at once, inherited rather than sent; None to wait."""
+    """Main loop of a rank process. store, join: file and name under which the ranks meet. first: (fn, args) to run at
+    once, inherited rather than sent; None to wait for commands."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives its parent
     if os.getppid() != parent:
         os._exit(3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    try:
-        if init_method is not None:
-            context.board.set_status(context.rank, "joining the process groups")
-            join_groups(context, init_method)
-    except BaseException as error:
-        channel.send(encode(("error", _describe(error, context))))
-        os._exit(3)
-    context.board.set_status(context.rank, "ready")
-    channel.send(encode(("ready", None)))
+    _join(context, channel, store, join)
     if first is not None:
         channel.send(_outcome(first[0], first[1], context, shared))
     while True:
@@ -114,13 +107,22 @@ def serve(
             channel.send(_outcome(fn, args, context, shared))
         elif command == "rejoin":  # after a failure: nothing half-sent may reach the next function
             leave_groups(context)
-            join_groups(context, payload)
-            context.board.set_status(context.rank, "ready")
-            channel.send(encode(("ready", None)))
+            _join(context, channel, store, payload)
         else:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            leave_groups(context)
             os._exit(0)
+
+
+def _join(context: RankContext, channel: Channel, store: str, join: str | None) -> None:
+    try:
+        if join is not None:
+            context.board.set_status(context.rank, "joining the process groups")
+            join_groups(context, dist.PrefixStore(join, dist.FileStore(store, context.mesh.size)))
+    except BaseException as error:
+        channel.send(encode(("error", _describe(error, context))))
+        os._exit(3)
+    context.board.set_status(context.rank, "ready")
+    channel.send(encode(("ready", None)))
 
 
 def attempt(fn: Callable, args: tuple, context: RankContext, shared: Mapping[str, Any]) -> tuple[str, Any]:

@@ -4,15 +4,12 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -79,17 +76,17 @@ class World:
         """Forks the ranks and waits until all have joined their groups. first: (fn, args) that they inherit and run
         at once (run() uses it to spare a one-call world the transport of fn)."""
         self.board = Board(self.size)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"emulator-{os.getpid()}-"))
+        self._store = os.memfd_create("emulator-rendezvous")  # no file that a killed parent could leave behind
         self._known_modules = frozenset(sys.modules)
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
         sys.stderr.flush()
-        init_method = self._init_method()
+        join = self._next_join()
         gc.freeze()  # else each rank's collector would touch, and so copy, every inherited page
         try:
             for rank in range(self.size):
                 ours, theirs = socket.socketpair()
-                args = (rank, theirs, ours, init_method, os.getpid(), first)
+                args = (rank, theirs, ours, join, os.getpid(), first)
                 process = context.Process(target=self._rank_main, args=args, daemon=True, name=f"rank {rank}")
                 process.start()
                 theirs.close()
@@ -105,7 +102,7 @@ class World:
             raise error
 
     def _rank_main(
-        self, rank: int, theirs: socket.socket, ours: socket.socket, init: str | None, parent: int, first: Any
+        self, rank: int, theirs: socket.socket, ours: socket.socket, join: str | None, parent: int, first: Any
     ) -> None:
         for channel in self._channels:  # the parent's ends: a rank must not keep a dead parent's sockets open
             channel.close()
@@ -117,13 +114,16 @@ class World:
 
             limit = psutil.Process().memory_info().vms + self.memory_limit
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        serve(RankContext(self.mesh, rank, self.board, self.timeout), Channel(theirs), init, parent, self.shared, first)
+        store = f"/proc/self/fd/{self._store}"
+        context = RankContext(self.mesh, rank, self.board, self.timeout)
+        serve(context, Channel(theirs), store, join, parent, self.shared, first)
 
-    def _init_method(self) -> str | None:
-        if not self.communicate or (self.size == 1 and not self.mesh.axes):
+    def _next_join(self) -> str | None:
+        """Name under which the ranks meet; None when they have no groups."""
+        if not self.communicate:
             return None
         self._joins += 1
-        return f"file://{self._folder}/store{self._joins}"
+        return f"join{self._joins}"
 
     def close(self) -> None:
         """Ends all ranks and removes every trace of them. A closed world starts again at the next run."""
@@ -150,7 +150,7 @@ class World:
         for channel in self._channels:
             channel.close()
         self._processes, self._channels = [], []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._store)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +177,8 @@ class World:
             finally:
                 self.close()
         message = self._encode_call(fn, args)
+        for rank in range(self.size):  # "done" of the function before must not be taken for the end of this one
+            self.board.set_status(rank, "starting")
         for channel in self._channels:
             channel.send(message)
         if message[1] is not None:
@@ -218,11 +220,11 @@ class World:
     def _recover(self) -> None:
         """After exceptions all ranks are idle again; fresh groups keep half-done calls from the next function."""
         self.board.reset()
-        if not self.communicate:
+        join = self._next_join()
+        if join is None:
             return
-        init = self._init_method()
         for channel in self._channels:
-            channel.send(encode(("rejoin", init)))
+            channel.send(encode(("rejoin", join)))
         if any(status != "ready" for status, _ in self._gather(_START_TIMEOUT_S)):
             self.kill()
 

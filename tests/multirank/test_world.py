@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -135,3 +137,63 @@ def test_ranks_die_with_their_parent():
     while any(alive(p) for p in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(p) for p in ranks)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_nothing(how, tmp_path):
+    command = [sys.executable, "-m", "emulator", "run", "glm-5.1", "--tp", "4", "--ep", "4", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = psutil.Process(process.pid)
+    deadline = time.monotonic() + 30
+    while len(parent.children()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = parent.children()
+    assert len(ranks) == 4
+    process.send_signal(how)
+    process.wait(timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    folders = ("/dev/shm", tempfile.gettempdir())
+    assert not [p for folder in folders for p in Path(folder).glob(f"emulator-{process.pid}-*")]
+
+
+def test_closures_objects_and_tensors_travel(tmp_path):
+    offset = torch.arange(6.0).reshape(2, 3)
+
+    class Local:
+        def __init__(self, value: torch.Tensor):
+            self.value = value
+
+    def body(scale, rank, mesh, dp_group, tp_group):
+        return Local(offset * scale + rank), mesh.describe(), dp_group.size(), tp_group.size()
+
+    with World(4, mesh={"dp": 2, "tp": 2}) as world:
+        for scale in (1, 10):  # ranks persist: the second call starts nothing
+            pids = [p.pid for p in world._processes]
+            for rank, (found, mesh, dp, tp) in enumerate(world.run(body, scale)):
+                assert torch.equal(found.value, offset * scale + rank)
+                assert (mesh, dp, tp) == ({"dp": 2, "tp": 2, "ep": 1}, 2, 2)
+            assert [p.pid for p in world._processes] == pids
+        world.run(lambda: sum(range(5_000_000)))
+        assert all(u["peak_rss_mb"] > 50 and u["cpu_s"] > 0.03 for u in world.usage)
+
+
+def test_exceptions_come_in_rank_order_and_the_world_goes_on():
+    def body(rank):
+        if rank % 2:
+            raise KeyError(f"rank {rank}")
+        return rank
+
+    with World(4) as world:
+        outcomes = world.run(body, return_exceptions=True)
+        assert [isinstance(o, Exception) for o in outcomes] == [False, True, False, True]
+        assert "rank 3" in str(outcomes[3])
+        with pytest.raises(RankError, match=r"rank 1: KeyError: 'rank 1'") as caught:
+            world.run(body)
+        assert caught.value.outcomes[2] == 2
+        assert world.run(lambda rank: rank) == [0, 1, 2, 3]
+
+
+def test_a_memory_limit_makes_an_error_of_a_leak():
+    with World(2, memory_limit=1 << 30) as world, pytest.raises(RankError, match="rank 1"):
+        world.run(lambda rank: torch.ones(1 << 30, dtype=torch.int8).sum() if rank else None)
