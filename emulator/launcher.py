@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import distributed as dist
 
 from emulator.errors import RankError, UsageError
@@ -61,6 +62,8 @@ def run_under_torchrun(scenario: Scenario, out_dir: Path | None) -> dict[str, An
         mesh = scenario.mesh(scenario.config())
         prepared, context = _share(scenario, out_dir, mesh, rank)
         context.board.pids[rank] = os.getpid()
+        # torchrun ends the other ranks as soon as one has died: that is the moment to say which, and where it was
+        signal.signal(signal.SIGTERM, lambda *_: _leave_after_death(context))
         status, outcome = attempt(_run_and_gather, (prepared,), context, {})
         if status == "error":
             _fail(outcome, context)
@@ -127,6 +130,8 @@ def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
 def _fail(info: dict[str, Any], context: RankContext) -> None:
     """The rank that failed reports and ends the launch; ranks that only follow leave without a word."""
     board = context.board
+    if _dead_ranks(context):  # gloo may have noticed the death before torchrun did
+        _leave_after_death(context)
     if info["secondary"]:
         os._exit(3)
     error = failure_of([info], [board.status(r)[1] for r in range(context.mesh.size)])
@@ -138,4 +143,30 @@ def _fail(info: dict[str, Any], context: RankContext) -> None:
         if pid not in (0, os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    os._exit(3)
+
+
+def _dead_ranks(context: RankContext) -> list[int]:
+    """Ranks of this host whose process is gone."""
+    pids = context.board.pids.tolist()
+    return [r for r, pid in enumerate(pids) if pid and not _is_alive(pid)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _leave_after_death(context: RankContext) -> None:
+    """Ends this rank; the first survivor says which rank died and what everyone was doing."""
+    board, dead = context.board, _dead_ranks(context)
+    survivors = [r for r in range(context.mesh.size) if r not in dead]
+    if dead and context.rank == survivors[0] and not board.aborted:
+        board.abort()
+        doing = {r: board.status(r)[1] for r in range(context.mesh.size)}
+        print(f"error: rank {dead[0]}: Died (while {doing[dead[0]]})", file=sys.stderr)
+        for rank in survivors:
+            print(f"  rank {rank} was {doing[rank]}", flush=True, file=sys.stderr)
     os._exit(3)
