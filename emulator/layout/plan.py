@@ -24,7 +24,7 @@ class Row(BaseModel):
 
 
 class PlanFile(BaseModel):
-    """A plan's TOML file. `extends` names a plan whose rows and variants come first."""
+    """A plan's TOML file. `extends` names a plan whose rows, variants and contract come first; contract "" has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     description: str
@@ -147,7 +147,7 @@ def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
             parse_want(word, where)
         if row.weight:
             parse_weight(row.weight, where)
-    contract = next((f.contract for f in reversed(chain) if f.contract), None)
+    contract = next((f.contract for f in reversed(chain) if f.contract is not None), None) or None
     return Plan(stem, file.description, contract, settled, rows)
 
 

@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Board:
         self._slots = self._statuses + world_size * _STATUS_BYTES
         self._slot_bytes = _slot_bytes(world_size)
         self._status_count = 0
+        self.idle: Callable[[], object] = lambda: None  # called while waiting: other groups' calls must go on
 
     @staticmethod
     def size_of(world_size: int) -> int:
@@ -146,6 +147,7 @@ class Board:
         while (row[index] < number).any():
             if self.aborted:
                 raise PeerFailed("another rank failed")
+            self.idle()
             missing = [m for m in members if row[m] < number]
             ended = [m for m in missing if self.status(m)[1] == DONE] if polls > 8 else []
             if ended and not self.all_posted(group, ended, number):
@@ -210,6 +212,7 @@ class StoreBoard(Board):
         deadline = time.monotonic() + timeout
         while missing:
             missing = [m for m in missing if not self.store.check([f"emulator/{group}/{number}/{m}"])]
+            self.idle()
             if missing and self.store.check(["emulator/abort"]):
                 raise PeerFailed("another rank failed")
             if missing and time.monotonic() > deadline:

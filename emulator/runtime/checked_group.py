@@ -5,6 +5,7 @@ A call is posted when it is made. gloo runs it once all members have posted the 
 blocking call), or when a later call of the group is about to run, in the order of the calls.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,16 @@ import torch
 import torch.distributed as dist
 
 from emulator.runtime.board import AXES, Board, compare_calls, compare_pairs
-from emulator.runtime.comm_call import CommCall, caller, describe_tensors, num_bytes, sent_bytes
+from emulator.runtime.comm_call import (
+    ASYNC_APIS,
+    CommCall,
+    caller,
+    describe_tensors,
+    group_label,
+    kept_bytes,
+    sent_bytes,
+    traffic_of,
+)
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.point_to_point import PointToPoint
 
@@ -67,7 +77,7 @@ class PendingWork(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self.call.waited = True
         self.group.run_until(self)
-        self.inner.wait()
+        await_inner(self.inner)
         self.group.log.finish(self.call)
         return True
 
@@ -105,7 +115,7 @@ class CheckedGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
-    def group_name(self) -> str:  # functional collectives and DeviceMesh find a group by this name
+    def group_name(self) -> Any:  # functional collectives and DeviceMesh find a group by this name
         return dist.distributed_c10d._world.pg_names[self]
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -116,22 +126,19 @@ class CheckedGroup(dist.ProcessGroup):
         ins, outs = describe_tensors(inputs), describe_tensors(outputs)
         root = getattr(opts, "rootRank", None) if op in ("reduce", "broadcast", "gather", "scatter") else None
         reduce_op = getattr(opts, "reduceOp", None) if op in ("all_reduce", "reduce", "reduce_scatter") else None
-        kept = 0
-        if op == "all_to_all":
-            kept = num_bytes(inputs) // self.size()
-            if splits is not None and ins and ins[0]["shape"] and ins[0]["shape"][0]:
-                kept = num_bytes(inputs) // ins[0]["shape"][0] * splits[0][self.rank()]
+        kept = kept_bytes(inputs, self.rank(), self.size(), splits and splits[0]) if op == "all_to_all" else 0
         return CommCall(
             op=op,
-            api=api,
-            group=self.label,
+            api=api or op,
+            group=group_label(self.group_desc, self.label),
             members=self.members,
             inputs=ins,
             outputs=outs,
             splits=splits,
             root=None if root is None else self.members[root],
             reduce_op=None if reduce_op is None else str(reduce_op.op).rpartition(".")[2].lower(),
-            traffic="metadata" if is_object and any(d["dtype"] == "int64" for d in ins) else "payload",
+            is_async=api in ASYNC_APIS or bool(getattr(opts, "asyncOp", False)),
+            traffic=traffic_of((inputs, outputs), is_object),
             site=site,
             module=module,
             bytes=sent_bytes(op, inputs, self.size(), is_root=root in (None, self.rank()), kept=kept),
@@ -162,6 +169,8 @@ class CheckedGroup(dist.ProcessGroup):
             posts = self.board.collect(
                 self.slot, self.members, self.global_rank, first.number, call.post(), self.timeout
             )
+            if first.inner is not None:  # run while waiting
+                continue
             compare_calls(call.group, self.members, posts, _SAME[call.op])
             if call.op == "all_to_all":
                 sends, receives = zip(*map(pair_table, posts))
@@ -184,6 +193,28 @@ class CheckedGroup(dist.ProcessGroup):
         while self.queue:
             self.run_until(self.queue[-1])
         return {"members": self.members, "label": self.label, **self.point_to_point.counts()}
+
+
+def own_groups() -> list[CheckedGroup]:
+    """Every checked group of this process."""
+    return [g for g in dist.distributed_c10d._world.pg_map if isinstance(g, CheckedGroup)]
+
+
+def progress() -> bool:
+    """Runs the posted calls that all members have posted, in all groups: another rank may already be in them. Says
+    whether some still wait."""
+    groups = [g for g in own_groups() if g.queue]
+    for group in groups:
+        while group.queue and group.can_run(group.queue[0]):
+            group.run_until(group.queue[0])
+    return any(group.queue for group in groups)
+
+
+def await_inner(inner: Any) -> None:
+    """Waits for a call on gloo; meanwhile the calls of other groups go on, which it may depend on."""
+    while progress() and not inner.is_completed():
+        time.sleep(1e-4)
+    inner.wait()
 
 
 def pair_table(post: Mapping[str, Any]) -> tuple[list, list]:
@@ -217,6 +248,7 @@ for _name, (_op, _inputs, _outputs) in _METHODS.items():
 
 def register_backend(board: Board, log: CommLog, rank: int, timeout: float) -> None:
     """Makes `emulator` a torch.distributed backend of this (rank) process."""
+    board.idle = progress
     root: list[Any] = []  # the world's store: it deals out the groups' places on the board
 
     def create(opts: Any, backend_options: Any) -> CheckedGroup:

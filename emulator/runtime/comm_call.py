@@ -2,24 +2,30 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OURS = tuple(os.path.join(_PACKAGE, part, "") for part in ("runtime", "testing"))
+_WRAPPERS = ("typing_extensions.py", "contextlib.py", "functools.py")  # between a torch function and who called it
 _API_FILES = ("distributed_c10d.py", "_functional_collectives.py")
-_OBJECT_APIS = {
-    "all_gather_object": "all_gather",
-    "gather_object": "gather",
-    "broadcast_object_list": "broadcast",
-    "scatter_object_list": "scatter",
-    "send_object_list": "send",
-    "recv_object_list": "recv",
-}
+_MODULE_CALL = nn.Module._call_impl.__code__
+_OBJECT_APIS = (
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
+ASYNC_APIS = ("isend", "irecv", "batch_isend_irecv")  # always asynchronous; the others say so in their options
 
 
 @dataclass
@@ -27,9 +33,13 @@ class CommCall:
     """One communication call of one rank.
 
     op: all_reduce, reduce, all_gather, reduce_scatter, all_to_all, broadcast, gather, scatter, barrier, send, recv.
-    api: the function the user called. inputs, outputs: [{shape, dtype}]. splits: rows (send, receive) of an uneven
-    all_to_all. root, peer: global ranks. reduce_op: sum, max, ... site: file:line of the caller. module: qualified name
-    of the nn.Module whose forward was running, if any. traffic: payload, or metadata (sizes of pickled objects).
+    api: the function the user called. group: mesh axis, or the group's own description. members: global ranks.
+    inputs, outputs: [{shape, dtype}]. splits: rows (send, receive) of an all_to_all on one tensor. root, peer: global
+    ranks (peer None: a receive from anyone). reduce_op: sum, max, ... waited: its end has been awaited. site: file:line
+    of the caller. module: the nn.Module whose forward was running, if any: its qualified name in the outermost module
+    that was running, or the class name of that one. traffic: payload, or metadata (sizes of pickled objects). bytes:
+    sent by this rank. number: 1, 2, ... among the calls of its group (messages: among those with the same peer and
+    direction) since the rank's function began. start_ns, end_ns: wall clock; end_ns 0 while not awaited.
     """
 
     op: str
@@ -49,6 +59,7 @@ class CommCall:
     site: str = ""
     module: str | None = None
     bytes: int = 0
+    number: int = 0
     start_ns: int = 0
     end_ns: int = 0
 
@@ -92,20 +103,63 @@ def sent_bytes(op: str, inputs: Any, size: int, *, is_root: bool = True, kept: i
     return total if op == "send" else 0
 
 
+def kept_bytes(inputs: Any, index: int, size: int, send_rows: Sequence[int] | None = None) -> int:
+    """Bytes of an all_to_all that rank `index` of `size` sends to itself."""
+    if not isinstance(inputs, Tensor):
+        return num_bytes(inputs[index])
+    rows = inputs.shape[0] if inputs.dim() else 0
+    if not rows:
+        return 0
+    return num_bytes(inputs) // rows * (send_rows[index] if send_rows else rows // size)
+
+
+def group_label(description: str, fallback: str) -> str:
+    """What people call a group: the name it was made with (a DeviceMesh says mesh_tp for its axis tp), or `fallback`
+    when it has none."""
+    return fallback if description in ("", "undefined", "default_pg") else description.removeprefix("mesh_")
+
+
+def traffic_of(tensors: Any, is_object: bool) -> str:
+    """payload or metadata: calls on pickled objects exchange the objects' sizes (int64) beside their bytes (uint8)."""
+    return "metadata" if is_object and any(d["dtype"] == "int64" for d in describe_tensors(tensors)) else "payload"
+
+
 def caller() -> tuple[str, str, str | None, bool]:
     """(api, file:line, module, is_object): walks out of torch to the function the user called and where.
 
     is_object: the call moves pickled objects.
     """
     frame: FrameType | None = sys._getframe(1)
-    api, module, is_object = "", None, False
+    api, site, is_object = "", "unknown", False
+    running: list[nn.Module] = []  # modules whose forward is on the stack, inner ones first
     while frame is not None:
         name, code = frame.f_code.co_filename, frame.f_code.co_name
-        if name.startswith(_TORCH):
-            if name.endswith(_API_FILES) and not code.startswith("_") and code != "wrapper":
-                api, is_object = code, is_object or code in _OBJECT_APIS
-        elif not name.startswith(_HERE) or "/runtime/" not in name:
-            break
+        if frame.f_code is _MODULE_CALL:
+            running.append(frame.f_locals["self"])
+        if site == "unknown":
+            if name.startswith(_TORCH):
+                if name.endswith(_API_FILES) and not code.startswith("_") and code != "wrapper":
+                    api, is_object = code, is_object or code in _OBJECT_APIS
+                elif code == "redistribute_local_tensor":
+                    api = "DTensor.redistribute"
+            elif not name.startswith(_OURS) and not name.endswith(_WRAPPERS):
+                site = f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    site = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
-    return api, site, module, is_object
+    return api, site, _qualified_name(running[::-1]), is_object
+
+
+def _qualified_name(running: Sequence[nn.Module]) -> str | None:
+    """Name of the last module, from the names that each one has inside the one before it."""
+    names = [_name_inside(outer, inner) for outer, inner in pairwise(running)]
+    return ".".join(names) or (type(running[0]).__name__ if running else None)
+
+
+def _name_inside(outer: nn.Module, inner: nn.Module) -> str:
+    level = [("", outer)]
+    while level:  # nearest first: a layer is found before its parts are looked at
+        below = [(f"{prefix}{name}", m) for prefix, module in level for name, m in module.named_children()]
+        for name, module in below:
+            if module is inner:
+                return name
+        level = [(f"{name}.", module) for name, module in below]
+    return type(inner).__name__

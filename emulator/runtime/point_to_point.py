@@ -70,6 +70,7 @@ class PointToPoint:
         deadline = time.monotonic() + group.timeout
         group.board.set_status(group.global_rank, f"waiting in recv from rank {call.peer} at {call.site}")
         while receive in self.pending:
+            group.board.idle()
             self.progress()
             if receive not in self.pending:
                 break
@@ -96,8 +97,6 @@ class PointToPoint:
         inputs, outputs = (tensors, []) if op == "send" else ([], tensors)
         call = self.group.describe(op, inputs, outputs, None)
         call.peer, call.tag = self.group.members[peer], tag
-        if call.api in ("send_object_list", "recv_object_list") and (inputs or outputs)[0].element_size() == 8:
-            call.traffic = "metadata"
         self.group.log.start(call)
         return call
 
@@ -109,7 +108,7 @@ class _Send(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         self.call.waited = True
-        while self.channel.pending and not self.inner.is_completed():
+        while (self.channel.group.board.idle() or self.channel.pending) and not self.inner.is_completed():
             # a large send ends only when the peer receives; the peer may be sending to us
             self.channel.progress()
             time.sleep(1e-4)

@@ -1,6 +1,7 @@
 """A rank's process: joins the groups, runs the functions it is sent, and reports how each one ended."""
 
 import ctypes
+import faulthandler
 import inspect
 import os
 import resource
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from emulator.errors import UsageError
 from emulator.runtime.board import DONE, FAILED, Board, PeerFailed, PeerStalled
-from emulator.runtime.checked_group import BACKEND, CheckedGroup, register_backend
+from emulator.runtime.checked_group import BACKEND, CheckedGroup, own_groups, register_backend
 from emulator.runtime.codec import Channel, encode
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.mesh import Mesh
@@ -93,6 +94,7 @@ def serve(
         os._exit(3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.disable()  # inherited from pytest; a rank that crashes is reported by its parent
     torch.set_num_threads(1)
     _join(context, channel, store, join)
     if first is not None:
@@ -105,6 +107,8 @@ def serve(
         if command == "run":
             fn, args = payload
             channel.send(_outcome(fn, args, context, shared))
+        elif command == "calls":
+            channel.send(encode(("ready", [vars(call) for call in context.log.calls])))
         elif command == "rejoin":  # after a failure: nothing half-sent may reach the next function
             leave_groups(context)
             _join(context, channel, store, payload)
@@ -132,6 +136,8 @@ def attempt(fn: Callable, args: tuple, context: RankContext, shared: Mapping[str
     board.set_status(rank, "running")
     try:
         result = call_on_rank(fn, args, {**shared, **context.arguments()})
+        for group in own_groups():  # those the function made, too
+            group.finish()
         ends = {axis: group.finish() for axis, group in context.groups.items()}
         return "ok", (result, {**usage(), "groups": ends})
     except BaseException as error:

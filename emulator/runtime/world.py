@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
+import torch.distributed._functional_collectives  # noqa: F401  (imported once here, not by each rank)
 
 from emulator.errors import RankError, UsageError
 from emulator.runtime.board import DONE, FAILED, Board
@@ -23,6 +24,7 @@ from emulator.runtime.rank_process import RankContext, serve
 
 _GRACE_S = 1.0  # a failing run gives the other ranks this long to report
 _START_TIMEOUT_S = 60.0
+_SILENT = ("Died", "Stalled")  # kinds of failure after which a rank does not answer
 
 
 class World:
@@ -207,7 +209,9 @@ class World:
             return [value[0] for _, value in replies]
         outcomes = [value[0] if status == "ok" else _exception(value) for status, value in replies]
         error = failure_of([value for _, value in failed], [self.board.status(r)[1] for r in range(self.size)])
-        if any(value["kind"] in ("Died", "Stalled") for _, value in failed):
+        if isinstance(error, RankError):
+            error.report["calls"] = self._calls(replies)
+        if any(value["kind"] in _SILENT for _, value in failed):
             self.kill()
         else:
             self._recover()
@@ -216,6 +220,13 @@ class World:
         if isinstance(error, RankError):
             error.outcomes = outcomes
         raise error
+
+    def _calls(self, replies: list[tuple[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+        """Every communication call of the function that just ended, from the ranks that still answer."""
+        answering = [r for r, (status, v) in enumerate(replies) if status == "ok" or v["kind"] not in _SILENT]
+        for rank in answering:
+            self._channels[rank].send(encode(("calls", None)))
+        return {rank: self._channels[rank].receive()[1] for rank in answering}
 
     def _recover(self) -> None:
         """After exceptions all ranks are idle again; fresh groups keep half-done calls from the next function."""
