@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from emulator.errors import RankError
 from emulator.prepare import prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
+from emulator.trace.flight_recorder import write_flight_records
 from emulator.trace.record import fresh_folder
 from emulator.verdict import summarise
 
@@ -36,7 +38,14 @@ def run(
         def progress(board: Board) -> None:
             notify("running", min(1.0, sum(board.status(r)[0] for r in range(prepared.mesh.size)) / num_signs))
 
-        reports = world.run(run_on_rank, prepared, on_progress=progress)
+        try:
+            reports = world.run(run_on_rank, prepared, on_progress=progress)
+        except RankError as error:
+            if out_dir:
+                groups = {axis: prepared.mesh.groups(axis) for axis in prepared.mesh.names}
+                write_flight_records(out_dir, error.report["calls"], groups)
+                error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
+            raise
     return summarise(prepared, reports, time.perf_counter() - started)
 
 

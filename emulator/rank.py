@@ -29,6 +29,7 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     path = prepared.out_dir / f"rank_{rank}.jsonl" if prepared.out_dir else None
     writer = TraceWriter(path, trace_header(prepared, rank))
     collectives = Collectives(mesh, rank, context.board, context.transport, context.timeout)
+    collectives.log = context.log
     common: dict[str, Any] = {
         "mesh": mesh, "rank": rank, "collectives": collectives, "board": context.board, "writer": writer,
     }  # fmt: skip

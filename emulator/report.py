@@ -149,6 +149,8 @@ def print_rank_error(error: RankError) -> None:
     print(f"error: {error}", file=sys.stderr)
     for rank, doing in (error.report.get("others") or {}).items():
         print(f"  rank {rank} was {doing or 'starting'}", file=sys.stderr)
+    if "flight_records" in error.report:
+        print(f"  the calls of each rank, for torch's own analyser: {error.report['flight_records']}", file=sys.stderr)
     if "traceback" in error.report and error.report.get("kind") not in ("PeerStalled", "CallMismatch"):
         print(error.report["traceback"], file=sys.stderr)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, compare_pairs
+from emulator.runtime.comm_call import CommCall
+from emulator.runtime.comm_log import CommLog
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.transport import Transport
 
@@ -25,6 +27,7 @@ class Collectives:
         self, mesh: Mesh, rank: int, board: Board, transport: Transport | None, timeout: float
     ):  # fmt: skip
         self.mesh, self.rank, self.board, self.transport, self.timeout = mesh, rank, board, transport, timeout
+        self.log: CommLog | None = None  # gets every call, for a dump after a failure
         self.evaluate: Callable[..., Tensor] | None = None
         self.on_mixed: Callable[[str], None] = lambda message: None
 
@@ -47,9 +50,18 @@ class Collectives:
             "shape": list(x.shape),
             "layout": layout,
         }
+        call["dim"] = [] if op == "all_to_all_rows" else list(args[2:])
+        logged = self._log(call, args)
         if op == "all_to_all_rows":
-            return self._all_to_all_rows(x, *args, call=call)
-        call["dim"] = list(args[2:])
+            output = self._all_to_all_rows(x, *args, call=call)
+        else:
+            output = self._collective(op, x, args, call, ids)
+        if logged is not None and self.log is not None:
+            self.log.finish(logged)
+        return output
+
+    def _collective(self, op: str, x: Tensor, args: tuple, call: dict[str, Any], ids: Tensor | None) -> Tensor:
+        axis = args[0]
         if op in ("all_reduce", "reduce_scatter") and ids is not None:
             call["ids"] = zlib.crc32(ids.numpy().tobytes())
         posts = self._agree(axis, call, _SAME)
@@ -63,6 +75,35 @@ class Collectives:
         posts = self.board.agree(AXES.index(axis), members, self.rank, call, self.timeout)
         compare_calls(axis, members, posts, fields)
         return posts
+
+    def _log(self, call: Mapping[str, Any], args: tuple) -> CommCall | None:
+        """The call in the terms of recorders and dumps."""
+        if self.log is None:
+            return None
+        axis, dtype, shape = call["group"], call["dtype"].removeprefix("torch."), list(call["shape"])
+        splits = None
+        if call["op"] == "all_to_all_rows":
+            splits = (args[0], args[1])
+            shape[0] = sum(args[1])
+        elif call["op"] == "all_gather":
+            shape[args[2]] *= args[1]
+        elif call["op"] == "reduce_scatter":
+            shape[args[2]] //= args[1]
+        elif call["op"] == "all_to_all":
+            shape[args[2]], shape[args[3]] = shape[args[2]] // args[1], shape[args[3]] * args[1]
+        logged = CommCall(
+            op="all_to_all" if splits else call["op"],
+            api=call["op"],
+            group=axis,
+            members=self.mesh.members(axis, self.rank),
+            inputs=[{"shape": call["shape"], "dtype": dtype}],
+            outputs=[{"shape": shape, "dtype": dtype}],
+            splits=splits,
+            site=f"{call['module']} ({call['node']})",
+            module=call["module"],
+        )
+        self.log.start(logged)
+        return logged
 
     def _move(self, op: str, x: Tensor, axis: str, size: int, *dims: int) -> Tensor:
         if self.evaluate is not None:  # shape mode: nothing moves, the op's fake kernel tells the shape

@@ -107,13 +107,16 @@ class _Send(dist.Work):
         self.channel, self.call, self.inner = channel, call, inner
 
     def wait(self, timeout: Any = None) -> bool:
+        group = self.channel.group
         self.call.waited = True
-        while (self.channel.group.board.idle() or self.channel.pending) and not self.inner.is_completed():
+        group.board.set_status(group.global_rank, f"waiting in send to rank {self.call.peer} at {self.call.site}")
+        while (group.board.idle() or self.channel.pending) and not self.inner.is_completed():
             # a large send ends only when the peer receives; the peer may be sending to us
             self.channel.progress()
             time.sleep(1e-4)
         self.inner.wait()
-        self.channel.group.log.finish(self.call)
+        group.board.set_status(group.global_rank, f"running after send at {self.call.site}")
+        group.log.finish(self.call)
         return True
 
     def is_completed(self) -> bool:

@@ -65,6 +65,11 @@ class World:
     def size(self) -> int:
         return self.mesh.size
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in order; empty while the world is not started."""
+        return [process.pid for process in self._processes]
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "World":
@@ -214,7 +219,7 @@ class World:
         if any(value["kind"] in _SILENT for _, value in failed):
             self.kill()
         else:
-            self._recover()
+            self.recover()
         if return_exceptions:
             return outcomes
         if isinstance(error, RankError):
@@ -228,7 +233,7 @@ class World:
             self._channels[rank].send(encode(("calls", None)))
         return {rank: self._channels[rank].receive()[1] for rank in answering}
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After exceptions all ranks are idle again; fresh groups keep half-done calls from the next function."""
         self.board.reset()
         join = self._next_join()

@@ -70,11 +70,11 @@ class RankWorld:
 
     @property
     def alive(self) -> bool:
-        return bool(self.world._processes)
+        return bool(self.world.pids)
 
     def call(self, fn: Callable, *args: Any, limit: float) -> tuple[list[Any], Watch]:
         """fn on every rank within `limit` seconds: each one's result or exception."""
-        watch = Watch(limit, [process.pid for process in self.world._processes])
+        watch = Watch(limit, self.world.pids)
         try:
             return self.world.run(fn, *args, timeout=_NEVER_S, return_exceptions=True, on_progress=watch), watch
         except BaseException:  # Ctrl-C, or a test runner's own alarm: the ranks are in the middle of something
@@ -97,7 +97,7 @@ class RankWorld:
 
     def regroup(self) -> None:
         if self.alive:
-            self.world._recover()
+            self.world.recover()
 
     def _lost(self, rank: int, error: Exception, watch: Watch) -> RankOutcome:
         report: dict[str, Any] = getattr(error, "report", {})

@@ -46,7 +46,7 @@ def fresh_folder(folder: Path) -> Path:
     """Makes the folder for a run's traces and removes those of an earlier run. UsageError when it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("rank_*.jsonl"), folder / "summary.json"):
+        for old in (*folder.glob("rank_*.jsonl"), *folder.glob("flight_*"), folder / "summary.json"):
             old.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder}: not a folder that can be written ({error.strerror})") from None

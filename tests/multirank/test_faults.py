@@ -229,3 +229,29 @@ def test_torchrun(name, tmp_path):
 @pytest.mark.parametrize("name", RUN_FAULTS)
 def test_command_matrix(name, launcher, size, tmp_path):
     _check_command(name, size, launcher, tmp_path)
+
+
+def test_torchs_own_analyser_names_the_culprit(tmp_path):
+    env = {**os.environ, "EMULATOR_TEST_FAULT": "shape", "EMULATOR_TEST_RANK": "2"}
+    run = [
+        sys.executable,
+        str(SCRIPT),
+        "run",
+        "glm-5.1-mini",
+        "--layers",
+        "3",
+        "--tokens",
+        "13",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=90)
+    assert done.returncode == 3
+    assert f"torchfrtrace -p flight_ {tmp_path}" in done.stderr
+    tool = "from torch.distributed.flight_recorder.fr_trace import main; main()"
+    analysed = subprocess.run(
+        [sys.executable, "-c", tool, "-p", "flight_", str(tmp_path)], capture_output=True, text=True, timeout=90
+    )
+    output = analysed.stdout + analysed.stderr
+    assert "Culprit rank 2" in output, output
+    assert "[[3, 144]]" in output  # 13 tokens on 4 ranks are 4 rows each; this rank sent one fewer
