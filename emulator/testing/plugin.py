@@ -55,6 +55,12 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
+def rank_context(request: pytest.FixtureRequest) -> Any:
+    """The emulator.runtime.rank_process.RankContext: board, transport, groups and mesh of this rank."""
+    return _context(request)
+
+
+@pytest.fixture(scope="session")
 def mesh(request: pytest.FixtureRequest) -> Any:
     """The emulator.runtime.mesh.Mesh of the test."""
     return _context(request).mesh
