@@ -21,6 +21,7 @@ _EXPORTS = {
     "load_scenario": "emulator.scenario",
     "lower": "emulator.layout.lowering",
     "run": "emulator.job",
+    "write_flight_records": "emulator.trace.flight_recorder",
     "record": "emulator.testing.record",
     "assert_collectives": "emulator.testing.asserts",
     "assert_layout": "emulator.testing.asserts",

@@ -16,6 +16,7 @@ from rich.console import Console
 from emulator import job, launcher, profiles, report
 from emulator.errors import RankError, UsageError
 from emulator.layout.plan import load_plan
+from emulator.runtime.failure import explain
 from emulator.scenario import default_out_dir, load_scenario
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
@@ -39,7 +40,7 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        report.print_rank_error(error)
+        print(explain(error), file=sys.stderr)
         raise typer.Exit(3) from None
     except UsageError as error:
         if launcher.is_reporter():

@@ -15,7 +15,6 @@ from emulator.runtime.board import Board
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
-from emulator.trace.record import fresh_folder
 from emulator.verdict import summarise
 
 
@@ -31,7 +30,7 @@ def run(
     notify = on_progress or (lambda stage, fraction: None)
     notify("preparing", 0.0)
     with single_thread():  # no thread pool may exist when the ranks are forked
-        prepared = prepare(scenario, fresh_folder(out_dir) if out_dir else None)
+        prepared = prepare(scenario, out_dir)
         world = World(prepared.mesh, timeout=scenario.timeout, communicate=scenario.mode == "real")
         num_signs = prepared.mesh.size * sum(n.op == "call_function" for n in prepared.rank_graph.graph.nodes)
 
@@ -41,9 +40,10 @@ def run(
         try:
             reports = world.run(run_on_rank, prepared, on_progress=progress)
         except RankError as error:
-            if out_dir:
+            calls = error.report.get("calls")
+            if out_dir and isinstance(calls, dict):
                 groups = {axis: prepared.mesh.groups(axis) for axis in prepared.mesh.names}
-                write_flight_records(out_dir, error.report["calls"], groups)
+                write_flight_records(out_dir, calls, groups)
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
             raise
     return summarise(prepared, reports, time.perf_counter() - started)

@@ -20,13 +20,13 @@ from emulator.job import single_thread
 from emulator.prepare import Prepared, add_batch, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board, StoreBoard
-from emulator.runtime.failure import failure_of
+from emulator.runtime.failure import explain, failure_of
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_process import RankContext, attempt, join_groups, leave_groups
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.runtime.transport import gather_objects
 from emulator.scenario import Scenario
-from emulator.trace.record import fresh_folder
+from emulator.trace.flight_recorder import write_flight_records
 from emulator.verdict import summarise
 from emulator.verify.reference import Tolerance
 
@@ -47,7 +47,7 @@ def is_reporter() -> bool:
 def sizes_from_world(given: dict[str, int]) -> dict[str, int]:
     """Parallel sizes filled up from torchrun's world size; UsageError when they contradict it."""
     world = int(os.environ["WORLD_SIZE"])
-    dp = given.get("dp", 1)
+    dp = max(given.get("dp", 1), 1)
     tp = given.get("tp", world // dp)
     if tp * dp != world:
         raise UsageError(f"dp {dp} * tp {tp} needs {tp * dp} ranks, torchrun started {world}")
@@ -66,7 +66,7 @@ def run_under_torchrun(scenario: Scenario, out_dir: Path | None) -> dict[str, An
         signal.signal(signal.SIGTERM, lambda *_: _leave_after_death(context))
         status, outcome = attempt(_run_and_gather, (prepared,), context, {})
         if status == "error":
-            _fail(outcome, context)
+            _fail(outcome, context, out_dir)
         reports = outcome[0]
         leave_groups(context)
     return summarise(prepared, reports, time.perf_counter() - started) if reports else None
@@ -87,7 +87,7 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
     folder: Path | None = None
     try:
         if is_leader:
-            prepared = prepare(scenario, fresh_folder(out_dir) if out_dir else None)
+            prepared = prepare(scenario, out_dir)
             folder = shared_folder()
             _publish(prepared, folder)
             store.set(key, str(folder))
@@ -127,17 +127,25 @@ def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:
         return Board(mesh.size, mmap.mmap(file.fileno(), 0))
 
 
-def _fail(info: dict[str, Any], context: RankContext) -> None:
+def _fail(info: dict[str, Any], context: RankContext, out_dir: Path | None) -> None:
     """The rank that failed reports and ends the launch; ranks that only follow leave without a word."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another rank leaves first
     board = context.board
-    if _dead_ranks(context):  # gloo may have noticed the death before torchrun did
-        _leave_after_death(context)
+    if out_dir is not None:
+        groups = {axis: context.mesh.groups(axis) for axis in context.mesh.names}
+        with contextlib.suppress(UsageError):
+            write_flight_records(out_dir, {context.rank: context.log.calls}, groups, only=context.rank)
     if info["secondary"]:
+        time.sleep(2 * _GRACE_S)  # the rank that failed reports first
         os._exit(3)
+    if info["kind"] == "RuntimeError" and _dead_ranks(context):  # gloo noticed the death before torchrun did
+        _leave_after_death(context)
     error = failure_of([info], [board.status(r)[1] for r in range(context.mesh.size)])
     if not isinstance(error, RankError):
         raise error
-    print(f"error: {error}", flush=True, file=sys.stderr)
+    if out_dir is not None:
+        error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
+    print(explain(error), flush=True, file=sys.stderr)
     time.sleep(_GRACE_S)
     for pid in board.pids.tolist():  # torchrun's own SIGTERM does not end a rank that is stopped or loops
         if pid not in (0, os.getpid()):

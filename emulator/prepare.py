@@ -18,6 +18,7 @@ from emulator.model.weights import Checkpoint, seeded, weight_groups
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.scenario import Scenario
+from emulator.trace.record import fresh_folder
 from emulator.verify.choices import is_choice
 from emulator.verify.contract import Contract, load_contract, symbols_of
 from emulator.verify.expected import choices_needed
@@ -58,6 +59,8 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
         raise LayoutError(f"static check: plan {plan.name}: {first}{rest}. --no-static-check runs it all the same")
     contract = load_contract(plan.contract) if plan.contract else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
+    if out_dir is not None and not graph_only:
+        fresh_folder(out_dir)
     prepared = Prepared(
         scenario, config, mesh, program, rank_graph, contract, symbols, None, {}, {}, Tolerance({}, {}), out_dir
     )

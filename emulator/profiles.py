@@ -1,5 +1,6 @@
 """Finds the data files under profiles/: beside the package in a checkout, inside it in a wheel."""
 
+import contextlib
 import tomllib
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def find(kind: str, name: str) -> Path:
     Raises UsageError that lists the known names when there is none.
     """
     for candidate in (root() / kind / name, root() / kind / f"{name}.toml", Path(name)):
-        if candidate.exists():
-            return candidate
+        with contextlib.suppress(OSError):  # a name that is too long, a folder that may not be read
+            if candidate.exists():
+                return candidate
     raise UsageError(f"unknown {kind[:-1]} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
 
 

@@ -54,7 +54,6 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
         "log_hash": hashlib.sha256(log.encode()).hexdigest(),
         "collectives": summarise_collectives(writer.records) if rank == 0 else None,
         "boundaries": summarise_boundaries(writer.records) if rank == 0 else None,
-        "num_records": len(writer.records),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "pss_mb": proportional_mb(),
     }

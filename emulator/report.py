@@ -7,10 +7,10 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from emulator.errors import RankError
 from emulator.layout.plan import Plan
 
 _SHOWN = (  # one layer's boundaries, in the order of the RFC's contract table
@@ -38,7 +38,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     parallel = " ".join(f"{k} {v}" for k, v in summary["parallel"].items())
     variants = ", ".join(f"{k}={v}" for k, v in summary["variants"].items())
     console.print(
-        f"[bold]{summary['scenario']}[/bold]  plan {summary['plan']} ({variants})  {parallel}  "
+        f"[bold]{escape(summary['scenario'])}[/bold]  plan {summary['plan']} ({variants})  {parallel}  "
         f"{summary['tokens']} tokens  {summary['layers']} layers  {summary['mode']} {summary['dtype']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -72,18 +72,20 @@ def _console() -> Console:
 
 
 def _boundary_table(summary: dict[str, Any]) -> Table:
-    """Boundaries of the last layer on rank 0; output1 is a module's second output (a norm's residual)."""
-    layer = summary["layers"] - 1
+    """Boundaries on rank 0 of the layer that broke first, else of the last; output1 is a module's second output (a
+    norm's residual)."""
+    failure = summary["first_failure"] or {}
+    broken = failure.get("layer")
+    layer = summary["layers"] - 1 if broken is None else broken
     prefix = f"model.layers.{layer}."
     table = _table(f"boundaries of layer {layer} on rank 0", "module", "port", "layout", "shape", "")
-    failure = summary["first_failure"] or {}
+    wrong = {tuple(b) for b in summary["broken_boundaries"]}
     for name, port in _SHOWN:
         here = [b for b in summary["boundaries"] if b["module"] == prefix + name and b["port"] == port]
         for layout, shape in dict.fromkeys(
             (b["layout"], tuple(b["shape"])) for b in here if b["layout"] != "replicated"
         ):
-            broken = failure.get("module") == prefix + name and failure.get("port", port) == port
-            mark = "[red]FAIL[/red]" if broken else "[green]ok[/green]"
+            mark = "[red]FAIL[/red]" if (prefix + name, port) in wrong else "[green]ok[/green]"
             table.add_row(name, port, layout, _shape(list(shape)), mark)
     return table
 
@@ -135,24 +137,13 @@ def print_check(contract: str, result: dict[str, Any]) -> None:
 def print_plan(plan: Plan) -> None:
     """A plan's resolved table."""
     console = _console()
-    console.print(f"[bold]{plan.name}[/bold]: {plan.description}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{plan.name}[/bold]: {escape(plan.description)}", highlight=False, soft_wrap=True)
     variants = ", ".join(f"{k}={v}" for k, v in plan.variants.items())
     console.print(f"variants: {variants}", highlight=False, soft_wrap=True)
     table = _table("rows", "module", "input is brought to", "weight", "output leaves as")
     for pattern, row in plan.rows.items():
         table.add_row(pattern, row.input or "as it comes", row.weight or "-", row.output or "as it is")
     console.print(table)
-
-
-def print_rank_error(error: RankError) -> None:
-    """A rank failed: who, where, why, and what the others were doing. On stderr."""
-    print(f"error: {error}", file=sys.stderr)
-    for rank, doing in (error.report.get("others") or {}).items():
-        print(f"  rank {rank} was {doing or 'starting'}", file=sys.stderr)
-    if "flight_records" in error.report:
-        print(f"  the calls of each rank, for torch's own analyser: {error.report['flight_records']}", file=sys.stderr)
-    if "traceback" in error.report and error.report.get("kind") not in ("PeerStalled", "CallMismatch"):
-        print(error.report["traceback"], file=sys.stderr)
 
 
 @contextmanager

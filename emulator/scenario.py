@@ -96,7 +96,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         if isinstance(value, dict):
-            merged[key] = _merge(dict(base.get(key) or {}), value)
+            old = base.get(key) or {}
+            merged[key] = _merge(old, value) if isinstance(old, dict) else old  # pydantic says what is wrong with it
         elif value is not None:
             merged[key] = value
     return merged

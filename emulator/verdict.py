@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from emulator.prepare import Prepared
+from emulator.trace.summary import layer_of
 
 
 def summarise(prepared: Prepared, reports: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def summarise(prepared: Prepared, reports: list[dict[str, Any]], wall_s: float) 
         "dtype": scenario.dtype,
         "verdict": "pass" if all(c["passed"] for c in checks) else "fail",
         "checks": checks,
-        "first_failure": {k: v for k, v in first.items() if k != "order"} if first else None,
+        "first_failure": {k: v for k, v in first.items() if k not in ("order", "node")} if first else None,
+        "broken_boundaries": sorted({(f["module"], f["port"]) for f in failures}),
         "collectives": reports[0]["collectives"],
         "boundaries": reports[0]["boundaries"],
         "max_abs_error": max((v["max_abs_error"] for v in values), default=None),
@@ -63,6 +65,10 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
         else "every op's layout rule holds"
     )
     add("static layout", not violations, text)
+    for v in violations[:1]:
+        sides = {"expected": {"layout": v.allowed}, "found": {"layout": v.found}}
+        place = {"layer": layer_of(v.module), "module": v.module, "port": "inside", "rank": 0, "order": 2 * 10**9}
+        failures.append({**place, **sides, "detail": v.reason})
     values = [r for r in reports if r["values"]]
     if values:
         found = [f for r in values for f in r["values"]["failures"]]
@@ -73,15 +79,8 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
         add("values", not found, detail + (f"; wrong on {bad} ranks" if bad else " equal the one-process reference"))
     if prepared.contract is not None:
         breaches = [(r["rank"], b) for r in reports for b in r["breaches"]]
-        for rank, b in breaches:
-            entry = {
-                "layer": b["layer"],
-                "module": b["module"],
-                "rank": rank,
-                "expected": b["expected"],
-                "found": b["found"],
-            }
-            failures.append({**entry, "detail": b["detail"], "order": 10**9 + (b["layer"] or 0)})
+        keys = ("layer", "module", "port", "expected", "found", "detail")
+        failures += [{**{k: b[k] for k in keys}, "rank": rank, "order": 10**9 + b["seq"]} for rank, b in breaches]
         total = sum(r["num_breaches"] for r in reports)
         detail = (
             breaches[0][1]["detail"]

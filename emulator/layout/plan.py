@@ -53,7 +53,7 @@ class Plan:
     rows: Mapping[str, Row]
 
     def row(self, module: str) -> Row | None:
-        """The row that applies to a module: `*` in a pattern stands for one name component."""
+        """The row that applies to a module: `*` in a pattern stands for the layer number."""
         return self.rows.get(_pattern_of(module))
 
     def input_of(self, module: str) -> tuple[Kind, dict[str, Placement]] | None:
@@ -103,10 +103,10 @@ def module_pattern(module: str) -> str:
     return _pattern_of(module)
 
 
-def _read(name: str) -> tuple[str, PlanFile]:
+def _read(name: str) -> tuple[Path, PlanFile]:
     path: Path = profiles.find("plans", name)
     try:
-        return path.stem, PlanFile.model_validate(profiles.load_toml(path))
+        return path.resolve(), PlanFile.model_validate(profiles.load_toml(path))
     except ValidationError as error:
         raise UsageError(f"plan {path}: {first_problem(error)}") from None
 
@@ -117,13 +117,14 @@ def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
     Raises UsageError for an unknown plan, variant or option, or a malformed file.
     """
     chosen = dict(variants or {})
-    stem, file = _read(name)
-    chain, seen = [file], {stem}
+    path, file = _read(name)
+    stem = path.stem
+    chain, seen = [file], {path}
     while chain[0].extends:
-        parent_stem, parent = _read(chain[0].extends)
-        if parent_stem in seen:
-            raise UsageError(f"plan {stem}: extends itself through {parent_stem}")
-        seen.add(parent_stem)
+        parent_path, parent = _read(chain[0].extends)
+        if parent_path in seen:
+            raise UsageError(f"plan {stem}: extends itself through {parent_path.stem}")
+        seen.add(parent_path)
         chain.insert(0, parent)
 
     offered: dict[str, Variant] = {}

@@ -13,7 +13,7 @@ from emulator.model.structure import has_dsa_structure, missing_dsa_fields
 HF_LATENT_NORM_EPS = 1e-6  # HF builds q_a/kv_a_layernorm with the class default, whatever the config says
 
 _SHARED_DEFAULTS = {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
-HF_DEFAULTS: dict[Any, dict[str, Any]] = {
+HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-6, "n_group": 8, "topk_group": 4},
 }
@@ -77,14 +77,19 @@ class ModelConfig(BaseModel):
     @classmethod
     def _hf_defaults(cls, data: Any) -> Any:
         """A field that a config of a known class omits has that class's default in HF."""
-        return {**HF_DEFAULTS.get(data.get("model_type"), {}), **data} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {**HF_DEFAULTS.get(str(data.get("model_type")), {}), **data}
 
     @model_validator(mode="before")
     @classmethod
     def _fold_legacy_rope(cls, data: Any) -> Any:
         """Older configs carry rope_theta and rope_scaling {type: yarn}; HF folds them in the same way."""
         if isinstance(data, dict) and not data.get("rope_parameters"):
-            rope = dict(data.get("rope_scaling") or {})
+            scaling = data.get("rope_scaling") or {}
+            if not isinstance(scaling, dict):
+                raise ValueError(f"rope_scaling is {scaling!r}, expected a table")
+            rope = dict(scaling)
             rope.setdefault("rope_type", rope.pop("type", "default"))
             rope["rope_theta"] = data.get("rope_theta", 10000.0)
             data = {**data, "rope_parameters": rope}
@@ -180,7 +185,7 @@ def load_config(name: str) -> ModelConfig:
         data = json.loads(path.read_text())
     except OSError:
         raise UsageError(f"model {name!r}: {path} cannot be read") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not valid JSON ({error}); is the file cut short?") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path}: expected a JSON object, found {type(data).__name__}")

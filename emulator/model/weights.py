@@ -102,6 +102,8 @@ class Checkpoint:
             tensor = self._open(self.files[name]).get_tensor(name)
         except SafetensorError:
             raise UsageError(f"{self.folder / self.files[name]}: index names {name}, the file lacks it") from None
+        if tensor.element_size() < 2 or f"{name}_scale_inv" in self.files:
+            raise UsageError(f"{self.folder}: {name} is quantised ({tensor.dtype}): only float checkpoints can be read")
         if tuple(tensor.shape) != shape:
             raise UsageError(
                 f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from emulator.runtime.board import AXES, Board, compare_calls, compare_pairs
+from emulator.errors import UsageError
+from emulator.runtime.board import AXES, NUM_GROUPS, Board, compare_calls, compare_pairs
 from emulator.runtime.comm_call import (
     ASYNC_APIS,
     CommCall,
@@ -264,7 +265,10 @@ def register_backend(board: Board, log: CommLog, rank: int, timeout: float) -> N
         if opts.group_rank == 0:
             number = root[0].add("emulator/groups", 1) - 1
             opts.store.set("emulator/slot", str(len(AXES) + 2 * number))
-        return CheckedGroup(inner, board, log, members, rank, int(opts.store.get("emulator/slot")), timeout)
+        slot = int(opts.store.get("emulator/slot"))
+        if slot + 1 >= NUM_GROUPS:
+            raise UsageError(f"more than {(NUM_GROUPS - len(AXES)) // 2} process groups in one run")
+        return CheckedGroup(inner, board, log, members, rank, slot, timeout)
 
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])

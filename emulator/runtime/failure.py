@@ -9,6 +9,18 @@ from emulator.errors import RankError, UsageError
 _ORDER = ("Died", "Stalled", "other", "CallMismatch", "PeerStalled", "PeerFailed")
 
 
+def explain(error: RankError) -> str:
+    """The report of a failed run for people: the error, what each other rank was doing, and the rank's traceback."""
+    report = error.report
+    lines = [f"error: {error}"]
+    lines += [f"  rank {rank} was {doing or 'starting'}" for rank, doing in (report.get("others") or {}).items()]
+    if "flight_records" in report:
+        lines.append(f"  the calls of each rank, for torch's own analyser: {report['flight_records']}")
+    if "traceback" in report and report.get("kind") not in ("PeerStalled", "CallMismatch"):
+        lines.append(report["traceback"])
+    return "\n".join(lines)
+
+
 def failure_of(errors: Sequence[dict[str, Any]], doing: Sequence[str]) -> Exception:
     """The error of a run: the first cause, what every other rank was doing, and who is to blame.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from emulator.errors import UsageError
-from emulator.runtime.board import DONE, FAILED, Board, PeerFailed, PeerStalled
+from emulator.runtime.board import DONE, FAILED, Board, PeerFailed
 from emulator.runtime.checked_group import BACKEND, CheckedGroup, own_groups, register_backend
 from emulator.runtime.codec import Channel, encode
 from emulator.runtime.comm_log import CommLog
@@ -73,8 +73,11 @@ def join_groups(context: RankContext, store: dist.Store) -> None:
                 made[tuple(ranks)] = dist.new_group(ranks) if len(ranks) > 1 or axis in mesh.axes else None
         group = made[tuple(mesh.members(axis, rank))]
         if isinstance(group, CheckedGroup):
+            if (group not in context.groups.values() and axis != "ep") or (
+                group not in context.groups.values() and group is not dist.group.WORLD
+            ):  # the first axis with these ranks names the group
+                group.label = axis
             context.groups[axis] = group
-            group.label = axis if group is not dist.group.WORLD or axis == "tp" else group.label
     context.transport = GroupTransport(mesh, rank, {a: g.inner for a, g in context.groups.items()})
 
 
@@ -138,8 +141,7 @@ def attempt(fn: Callable, args: tuple, context: RankContext, shared: Mapping[str
         result = call_on_rank(fn, args, {**shared, **context.arguments()})
         for group in own_groups():  # those the function made, too
             group.finish()
-        ends = {axis: group.finish() for axis, group in context.groups.items()}
-        return "ok", (result, {**usage(), "groups": ends})
+        return "ok", (result, usage())
     except BaseException as error:
         described = _describe(error, context)
         board.abort()
@@ -165,7 +167,6 @@ def _describe(error: BaseException, context: RankContext) -> dict[str, Any]:
         "message": str(error),
         "doing": context.board.status(context.rank)[1],
         "secondary": isinstance(error, PeerFailed),
-        "stalled": isinstance(error, PeerStalled),
         "culprits": culprits,
         "usage_error": isinstance(error, UsageError),
         "traceback": "".join(traceback.format_exception(error)),

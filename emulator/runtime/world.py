@@ -229,9 +229,12 @@ class World:
     def _calls(self, replies: list[tuple[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         """Every communication call of the function that just ended, from the ranks that still answer."""
         answering = [r for r, (status, v) in enumerate(replies) if status == "ok" or v["kind"] not in _SILENT]
+        calls = {}
         for rank in answering:
-            self._channels[rank].send(encode(("calls", None)))
-        return {rank: self._channels[rank].receive()[1] for rank in answering}
+            with contextlib.suppress(OSError, EOFError):
+                self._channels[rank].send(encode(("calls", None)))
+                calls[rank] = self._channels[rank].receive()[1]
+        return calls
 
     def recover(self) -> None:
         """After exceptions all ranks are idle again; fresh groups keep half-done calls from the next function."""

@@ -32,12 +32,14 @@ def write_flight_records(
     calls_by_rank: Mapping[int, Sequence[Any]],
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
     prefix: str = "flight_",
+    only: int | None = None,
 ) -> list[Path]:
     """Writes one dump per rank and returns their paths in rank order; read them with `torchfrtrace -p <prefix> folder`.
 
     calls_by_rank: each rank's calls in order, CommCall objects or dictionaries of their fields. A member of a group
     that is missing here gets an empty dump: no call of it is known. groups: {name: lists of members} (Mesh.groups), for
-    groups in which no rank made a call. Raises UsageError when the folder cannot be written.
+    groups in which no rank made a call. only: write this rank's dump alone (each rank of a launch writes its own).
+    Raises UsageError when the folder cannot be written.
     """
     calls = {rank: [c if isinstance(c, Mapping) else vars(c) for c in listed] for rank, listed in calls_by_rank.items()}
     slots = _slots(calls)
@@ -56,7 +58,7 @@ def write_flight_records(
     paths = []
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for rank in sorted(entries):
+        for rank in sorted(entries if only is None else {only}):
             config = {
                 n: {"name": n, "desc": name, "ranks": str(list(line))}
                 for (name, line), n in ids.items()

@@ -55,7 +55,8 @@ def fresh_folder(folder: Path) -> Path:
 
 def trace_files(folder: Path) -> list[Path]:
     """The rank files of a trace folder, in rank order."""
-    files = sorted(folder.glob("rank_*.jsonl"), key=lambda p: int(p.stem.split("_")[1]))
+    named = [p for p in folder.glob("rank_*.jsonl") if p.stem.removeprefix("rank_").isdigit()]
+    files = sorted(named, key=lambda p: int(p.stem.removeprefix("rank_")))
     if not files:
         raise UsageError(f"{folder}: no trace here (expected rank_0.jsonl, rank_1.jsonl, ...)")
     return files

@@ -1,9 +1,10 @@
 """Contracts: what a published specification says about boundaries and collectives, as data, checked on a trace.
 
-A contract knows nothing of plans or lowering. Shapes are written in symbols (`Symbols`), so one file serves every model
+A contract knows nothing of plans or lowering. Shapes are in symbols (symbols_of), so one file serves every model
 and size.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,13 +63,15 @@ class Contract(BaseModel):
 
 @dataclass(frozen=True)
 class Breach:
-    """One way in which a trace breaks a contract."""
+    """One way in which a trace breaks a contract. seq: where in the trace; counts, which have no place, come last."""
 
     module: str
     layer: int | None
     expected: dict[str, Any]
     found: dict[str, Any]
     detail: str
+    seq: int = 10**8
+    port: str = "inside"
 
 
 def load_contract(name: str) -> Contract:
@@ -106,6 +109,8 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int | None:
         if not part.isdigit() and part not in symbols:
             raise UsageError(f"contract: unknown symbol {part!r} in {dim!r} (allowed: {', '.join(symbols)})")
         number = int(part) if part.isdigit() else symbols[part]
+        if operator == "/" and not number:
+            raise UsageError(f"contract: {dim!r} divides by zero")
         value = value * number if operator == "*" else value // number
     return value
 
@@ -113,11 +118,12 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int | None:
 def check_trace(
     contract: Contract, records: Sequence[dict[str, Any]], symbols: Mapping[str, int], variants: Mapping[str, str]
 ) -> list[Breach]:
-    """All breaches in one rank's trace, in trace order within each part: boundaries, rows, collectives."""
+    """All breaches in one rank's trace, in trace order; missing calls and boundaries last."""
     breaches = _check_boundaries(contract, records, symbols, variants)
     if contract.max_rows is not None:
         breaches += _check_rows(evaluate(contract.max_rows, symbols), records)
-    return breaches + _check_collectives(contract, records, symbols, variants)
+    breaches += _check_collectives(contract, records, symbols, variants)
+    return sorted(breaches, key=lambda b: b.seq)
 
 
 def _applies(rule: _Rule, variants: Mapping[str, str]) -> bool:
@@ -152,7 +158,9 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             expected = {"layout": rule.layout, "shape": shape}
             found = {"layout": record["layout"], "shape": record["shape"]}
             detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
-            breaches.append(Breach(record["module"], record["layer"], expected, found, detail))
+            breaches.append(
+                Breach(record["module"], record["layer"], expected, found, detail, record.get("seq", 0), record["port"])
+            )
     for (module, port), members in rules.items():
         for rule, shape in members:
             if met[id(rule)] < _scope_size(rule.per, symbols):
@@ -170,7 +178,14 @@ def _check_rows(limit: int | None, records: Sequence[dict]) -> list[Breach]:
             if limit is not None and is_token and value["shape"] and value["shape"][0] > limit:
                 detail = f"{record['op']} in {record['module']} makes {value['shape'][0]} rows of {limit} tokens"
                 return [
-                    Breach(record["module"], record["layer"], {"max_rows": limit}, {"shape": value["shape"]}, detail)
+                    Breach(
+                        record["module"],
+                        record["layer"],
+                        {"max_rows": limit},
+                        {"shape": value["shape"]},
+                        detail,
+                        record.get("seq", 0),
+                    )
                 ]
     return []
 
@@ -189,14 +204,18 @@ def _check_collectives(
         if match is None:
             detail = f"{record['op']} on {record['group']} in {record['module']}: the contract has no such call"
             found = {"op": record["op"], "group": record["group"], "input": shapes[0], "output": shapes[1]}
-            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail))
+            seq = record.get("seq", 0)
+            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail, seq))
             continue
         counts[id(match)] += 1
         for side, shape in zip((match.input, match.output), shapes):
             wanted = None if side is None else [evaluate(d, symbols) for d in side]
             if wanted is not None and not _matches(shape, wanted):
                 detail = f"{record['op']} on {record['group']} in {record['module']} has shape {shape}"
-                breaches.append(Breach(record["module"], record["layer"], {"shape": wanted}, {"shape": shape}, detail))
+                seq = record.get("seq", 0)
+                breaches.append(
+                    Breach(record["module"], record["layer"], {"shape": wanted}, {"shape": shape}, detail, seq)
+                )
     for rule in rules:
         size = {"tp": symbols["tp"], "ep": symbols["ep"]}.get(rule.group, 1)
         calls = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
@@ -218,6 +237,11 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
 def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
     """Checks the (header, records) of every rank: {verdict, ranks, breaches [{rank, module, layer, expected, found,
     detail}]}."""
+    mesh = traces[0][0].get("mesh", {})
+    size = math.prod(length for axis, length in mesh.items() if axis != "ep")
+    missing = set(range(size)) - {header["rank"] for header, _ in traces}
+    if missing:
+        raise UsageError(f"traces of ranks {', '.join(map(str, sorted(missing)))} are missing")
     breaches = []
     for header, records in traces:
         found = check_trace(contract, records, header["symbols"], header["variants"])
