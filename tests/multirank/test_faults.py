@@ -133,6 +133,7 @@ def _left_behind(pid: int) -> list[str]:
 
 
 def _check_world(name: str, size: int) -> None:
+    before = set(psutil.Process().children(recursive=True))  # other tests' ranks, which live on
     world = World(size, timeout=TIMEOUT)
     with world:
         started = time.monotonic()
@@ -154,7 +155,8 @@ def _check_world(name: str, size: int) -> None:
             return x[0].item()
 
         assert world.run(healthy) == [sum(range(size))] * size  # the next function is not poisoned
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    new = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in new if p.status() != psutil.STATUS_ZOMBIE]
     assert not _left_behind(os.getpid())
 
 

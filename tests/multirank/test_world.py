@@ -80,12 +80,14 @@ def test_results_come_in_rank_order_and_ranks_share_memory():
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_name(fault, message):
+    before = set(psutil.Process().children(recursive=True))  # other tests' ranks, which live on
     started = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
         World(Mesh(tp=3), timeout=TIMEOUT).run(_faulty(fault))
     assert time.monotonic() - started < TIMEOUT + 3.0
     assert "model.layers.3.self_attn.o_proj" in str(caught.value)
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    new = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in new if p.status() != psutil.STATUS_ZOMBIE]
     left = [p for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob(f"emulator-{os.getpid()}-*")]
     assert not left
 
@@ -197,3 +199,24 @@ def test_exceptions_come_in_rank_order_and_the_world_goes_on():
 def test_a_memory_limit_makes_an_error_of_a_leak():
     with World(2, memory_limit=1 << 30) as world, pytest.raises(RankError, match="rank 1"):
         world.run(lambda rank: torch.ones(1 << 30, dtype=torch.int8).sum() if rank else None)
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "axis"),
+    [(4, {"dp": 1, "tp": 4}, "tp"), (4, {"dp": 4}, "dp"), (4, {"cp": 4}, "cp"), (4, {"dp": 2, "tp": 2, "ep": 2}, "tp")],
+)
+def test_groups_are_named_by_the_first_axis_that_has_their_ranks(size, mesh, axis):
+    with World(size, mesh=mesh) as world:
+        labels = world.run(lambda context: context.groups[axis].label)
+    assert labels == [axis] * size
+
+
+def test_a_call_on_many_tensors_fits_the_board():
+    def body(rank):
+        size = torch.distributed.get_world_size()
+        outputs = [torch.zeros(128, 1024, 64, dtype=torch.bfloat16)[:1, :1] for _ in range(size)]
+        inputs = [torch.full((1, 1, 64), float(rank), dtype=torch.bfloat16) for _ in range(size)]
+        torch.distributed.all_to_all(outputs, inputs)
+        return [float(o[0, 0, 0]) for o in outputs]
+
+    assert World(24).run(body) == [[float(r) for r in range(24)]] * 24
