@@ -214,7 +214,7 @@ def test_groups_are_named_by_the_first_axis_that_has_their_ranks(size, mesh, axi
 def test_a_call_on_many_tensors_fits_the_board():
     def body(rank):
         size = torch.distributed.get_world_size()
-        outputs = [torch.zeros(128, 1024, 64, dtype=torch.bfloat16)[:1, :1] for _ in range(size)]
+        outputs = [torch.zeros(1, 1, 64, dtype=torch.bfloat16) for _ in range(size)]
         inputs = [torch.full((1, 1, 64), float(rank), dtype=torch.bfloat16) for _ in range(size)]
         torch.distributed.all_to_all(outputs, inputs)
         return [float(o[0, 0, 0]) for o in outputs]

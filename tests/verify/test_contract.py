@@ -261,7 +261,7 @@ def test_a_folder_of_ranks_names_the_rank(records: list[Record]) -> None:
     bad = check_folder(CONTRACT, [(headers[0], records), (headers[1], broken)])
     assert (bad["verdict"], bad["ranks"]) == ("fail", 2)
     assert [b["rank"] for b in bad["breaches"]] == [1]
-    assert set(bad["breaches"][0]) == {"rank", "module", "layer", "expected", "found", "detail"}
+    assert set(bad["breaches"][0]) == {"rank", "module", "layer", "port", "seq", "expected", "found", "detail"}
 
 
 # --- symbols ----------------------------------------------------------------------------------------------------------
