@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout
-from emulator.layout.rank_graph import RankGraph
+from emulator.layout.rank_graph import Boundary, RankGraph
 from emulator.model.program import Program
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
@@ -43,9 +43,9 @@ class ValueCheck:
     ):  # fmt: skip
         self.rank, self.reference, self.tolerance = rank, reference, tolerance
         self.expectation = Expectation(program, mesh, rank, rank_graph.tokens, reference)
-        self.edges: dict[str, Any] = {}
+        self.edges: dict[str, list[Boundary]] = {}
         for boundary in rank_graph.boundaries:
-            self.edges.setdefault(boundary.node, boundary)
+            self.edges.setdefault(boundary.node, []).append(boundary)
         self.order = {node.name: i for i, node in enumerate(rank_graph.graph.nodes)}
         self.choices = {node.name for node in program.graph.nodes if is_choice(node)} if force_choices else set()
         self.report = ValueReport()
@@ -145,7 +145,8 @@ class ValueCheck:
                 return
         if len(self.report.failures) >= 50:
             return
-        edge = self.edges.get(node.name)
+        edges = self.edges.get(node.name, [])
+        edge = edges[0] if edges else None
         module = edge.module if edge else node.meta["module"]
         self.report.failures.append(
             {
@@ -154,6 +155,7 @@ class ValueCheck:
                 "port": edge.port if edge else "inside",
                 "rank": self.rank,
                 "node": node.name,
+                "edges": [(e.module, e.port) for e in edges],
                 "order": self.order[node.name],
                 "expected": expected,
                 "found": found,
