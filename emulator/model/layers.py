@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.model.config import HF_LATENT_NORM_EPS
 
 ops = torch.ops.emulator

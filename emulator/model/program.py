@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.model.config import ModelConfig
 from emulator.model.decoder import DecoderLayer
 from emulator.model.layers import Batch, FinalNorm, Linear, ProgramOptions, parameter
