@@ -84,7 +84,7 @@ def test_a_failing_rank_ends_the_run_with_its_name(fault, message):
     started = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
         World(Mesh(tp=3), timeout=TIMEOUT).run(_faulty(fault))
-    assert time.monotonic() - started < TIMEOUT + 3.0
+    assert time.monotonic() - started < 20  # not the 60 s of a sleeping rank; the exact bound: test_world_run_matrix
     assert "model.layers.3.self_attn.o_proj" in str(caught.value)
     new = set(psutil.Process().children(recursive=True)) - before
     assert not [p for p in new if p.status() != psutil.STATUS_ZOMBIE]

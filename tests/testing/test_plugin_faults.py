@@ -275,5 +275,5 @@ def test_a_signal_to_pytest_leaves_nothing(start, finish, number, code):
     os.kill(process.pid, number)
     session = finish(process, folder, started)
     assert session.code == code
-    assert session.seconds < 5
+    assert session.seconds < 20  # and not the 60 s for which rank 0 sleeps; idle it takes 1
     assert session.left == []
