@@ -31,7 +31,7 @@ from emulator.runtime.point_to_point import PointToPoint
 BACKEND = "emulator"
 
 # c10d method -> (canonical op, position of the inputs, position of the outputs)
-_METHODS: dict[str, tuple[str, int, int | None]] = {
+_METHODS: dict[str, tuple[str, int, int]] = {
     "allreduce": ("all_reduce", 0, 0),
     "allreduce_coalesced": ("all_reduce", 0, 0),
     "reduce": ("reduce", 0, 0),
@@ -244,7 +244,7 @@ def _collective(name: str, op: str, input_at: int, output_at: int) -> Callable:
 
 
 for _name, (_op, _inputs, _outputs) in _METHODS.items():
-    setattr(CheckedGroup, _name, _collective(_name, _op, _inputs, _outputs if _outputs is not None else _inputs))
+    setattr(CheckedGroup, _name, _collective(_name, _op, _inputs, _outputs))
 
 
 def register_backend(board: Board, log: CommLog, rank: int, timeout: float) -> None:

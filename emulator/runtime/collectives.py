@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, compare_pairs
-from emulator.runtime.comm_call import CommCall
+from emulator.runtime.comm_call import CommCall, num_bytes, sent_bytes
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.transport import Transport
@@ -144,13 +144,9 @@ def splits(counts: Tensor, size: int) -> list[int]:
 
 
 def bytes_sent(op: str, x: Tensor, size: int, kept_rows: int = 0) -> int:
-    """Bytes one rank sends: all_gather (size-1) * x; reduce_scatter and all_to_all (size-1)/size * x; all_reduce, as
-    reduce_scatter + all_gather, twice that. An uneven all_to_all keeps its own rows instead of x/size."""
-    total = x.numel() * x.element_size()
-    if op == "all_gather":
-        return total * (size - 1)
-    if op == "all_reduce":
-        return 2 * total * (size - 1) // size
+    """Bytes one rank sends in a transition op (formulas: comm_call.sent_bytes); `slice` sends none. An even all_to_all
+    keeps x/size, an uneven one kept_rows of its rows."""
+    total = num_bytes(x)
     if op == "all_to_all_rows":
-        return total - total // max(x.shape[0], 1) * kept_rows
-    return total * (size - 1) // size if op in ("reduce_scatter", "all_to_all") else 0
+        return sent_bytes("all_to_all", x, size, kept=total // max(x.shape[0], 1) * kept_rows)
+    return sent_bytes(op, x, size, kept=total // size)

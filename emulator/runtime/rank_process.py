@@ -73,9 +73,8 @@ def join_groups(context: RankContext, store: dist.Store) -> None:
                 made[tuple(ranks)] = dist.new_group(ranks) if len(ranks) > 1 or axis in mesh.axes else None
         group = made[tuple(mesh.members(axis, rank))]
         if isinstance(group, CheckedGroup):
-            if (group not in context.groups.values() and axis != "ep") or (
-                group not in context.groups.values() and group is not dist.group.WORLD
-            ):  # the first axis with these ranks names the group
+            is_new = group not in context.groups.values()
+            if is_new and (axis != "ep" or group is not dist.group.WORLD):  # the first axis with these ranks names it
                 group.label = axis
             context.groups[axis] = group
     context.transport = GroupTransport(mesh, rank, {a: g.inner for a, g in context.groups.items()})

@@ -2,12 +2,12 @@
 the messages of all ranks. Either way the next test gets fresh groups."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from emulator.runtime.board import PeerStalled
-from emulator.runtime.checked_group import CheckedGroup
+from emulator.runtime.checked_group import CheckedGroup, own_groups
 from emulator.testing.outcome import GroupEnd, Phase, RankOutcome
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def settle(context: "RankContext", outcome: RankOutcome) -> None:
     """Fills in the outcome's groups, last call and regroup; adds a failed call phase for a collective that the other
     ranks did not make."""
-    groups = _groups(context)
+    groups = own_groups()
     lasting = {id(group) for group in (*context.groups.values(), torch.distributed.group.WORLD)}
     outcome.regroup = any(id(group) not in lasting for group in groups) or len(groups) < len(context.groups) > 0
     if context.log.calls:
@@ -38,12 +38,6 @@ def settle(context: "RankContext", outcome: RankOutcome) -> None:
             outcome.phases.append(_unmatched(outcome, error))
     if not broken:
         outcome.groups = [_end(group, context) for group in groups if _has_messages(group)]
-
-
-def _groups(context: "RankContext") -> list[CheckedGroup]:
-    """All checked groups of this process, those that the test made itself too."""
-    known: Any = torch.distributed.distributed_c10d._world.pg_map
-    return [group for group in known if isinstance(group, CheckedGroup)]
 
 
 def _finish_receives(group: CheckedGroup) -> None:

@@ -68,7 +68,7 @@ class ValueCheck:
         return self._forced(value, expected) if origin in self.choices else None
 
     def _compare(self, node: fx.Node, value: Tensor, ids: Tensor | None, expected: Expected, layout: Layout) -> None:
-        want = {"layout": str(layout), "shape": self._shape(expected, layout)}
+        want = {"layout": str(layout), "shape": _shape(expected)}
         found = {"layout": str(layout), "shape": list(value.shape)}
         if expected.ids is not None:
             want["tokens"] = describe_ids(expected.ids)
@@ -81,12 +81,6 @@ class ValueCheck:
         if not value.is_floating_point() or node.meta["origin"] in self.choices:
             return self._compare_choices(node, real, expected.value, want, found)
         self._compare_floats(node, real, expected.value, want, found)
-
-    def _shape(self, expected: Expected, layout: Layout) -> list[int]:
-        shape = list(expected.value.shape)
-        if expected.ids is not None and shape:
-            shape[0] = len(expected.ids)
-        return shape
 
     def _compare_choices(self, node: fx.Node, value: Tensor, expected: Tensor, want: dict, found: dict) -> None:
         """Integers must be equal (top-k ids: as sets); choices of a lower precision may flip in a share of the rows."""
@@ -162,3 +156,11 @@ class ValueCheck:
                 "detail": detail,
             }
         )
+
+
+def _shape(expected: Expected) -> list[int]:
+    """Shape on the rank: the real rows, and padding where the tokens are known."""
+    shape = list(expected.value.shape)
+    if expected.ids is not None and shape:
+        shape[0] = len(expected.ids)
+    return shape
