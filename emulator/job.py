@@ -1,17 +1,15 @@
 """One run of a scenario: prepare once, run on every rank, check, summarise."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from emulator.errors import RankError
 from emulator.prepare import prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
+from emulator.runtime.threads import single_thread
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
@@ -47,14 +45,3 @@ def run(
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
             raise
     return summarise(prepared, reports, time.perf_counter() - started)
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """One torch thread within, the caller's setting after."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

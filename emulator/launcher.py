@@ -16,7 +16,6 @@ import psutil
 from torch import distributed as dist
 
 from emulator.errors import RankError, UsageError
-from emulator.job import single_thread
 from emulator.prepare import Prepared, add_batch, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board, StoreBoard
@@ -24,6 +23,7 @@ from emulator.runtime.failure import explain, failure_of
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_process import RankContext, attempt, join_groups, leave_groups
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
+from emulator.runtime.threads import single_thread
 from emulator.runtime.transport import gather_objects
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records

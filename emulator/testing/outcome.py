@@ -41,12 +41,14 @@ class GroupEnd:
 @dataclass
 class RankOutcome:
     """lost: how the rank ended when it did not come back (died, killed); its stack and output were saved from it.
-    regroup: it made or destroyed process groups. leave: (message, exit code) of a pytest.exit()."""
+    calls: its communication calls (fields of CommCall), kept when the test failed. regroup: it made or destroyed
+    process groups. leave: (message, exit code) of a pytest.exit()."""
 
     rank: int
     phases: list[Phase] = field(default_factory=list)
     warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
     last_call: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
     groups: list[GroupEnd] = field(default_factory=list)
     regroup: bool = False
     leave: tuple[str, int | None] | None = None

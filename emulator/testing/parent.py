@@ -2,15 +2,17 @@
 
 import builtins
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from emulator.testing.outcome import RankOutcome
-from emulator.testing.worlds import RankWorld, Spec, Worlds
+from emulator.testing.worlds import RankWorld, Spec, Worlds, session_folder
 
 
 class ParentSide:
@@ -18,6 +20,7 @@ class ParentSide:
         self.config = config
         self.timeout = float(config.getini("ranks_timeout"))
         self.worlds = Worlds(int(config.getini("ranks_worlds")))
+        self._dumps = 0
         self._ready: tuple[Spec, RankWorld] | Exception | None = None
         self._last: dict[Any, str] | None = None
 
@@ -30,7 +33,7 @@ class ParentSide:
         self._ready = None
         if mark is not None and not _skips(item):
             try:
-                spec = Spec.of(mark, self.timeout)
+                spec = Spec.of(mark, self.timeout, _parameters(item))
                 self._ready = spec, self.worlds.get(item.session, spec)
             except Exception as error:  # reported as the item's
                 self._ready = error
@@ -58,6 +61,7 @@ class ParentSide:
             last = self._last_of(item.session).get(spec.key) == item.nodeid
             outcomes, watch = world.run(item.nodeid, nextitem.nodeid if nextitem and not last else None, spec.timeout)
             reports = merge(item, outcomes, watch)
+            self._keep_flight_records(reports, outcomes)
             if watch.late or any(report.failed for report in reports) or any(o.disturbed for o in outcomes):
                 world.refresh()
             elif any(outcome.regroup for outcome in outcomes):
@@ -69,6 +73,18 @@ class ParentSide:
             item.ihook.pytest_runtest_logreport(report=report)
         self._tear_down_own(item, nextitem)
         return outcomes
+
+    def _keep_flight_records(self, reports: list[pytest.TestReport], outcomes: list[RankOutcome]) -> None:
+        """Of a failed test, a dump per rank for torchfrtrace, named in its report."""
+        failed = [report for report in reports if report.failed]
+        if not failed or not any(outcome.calls for outcome in outcomes):
+            return
+        from emulator.trace.flight_recorder import write_flight_records
+
+        self._dumps += 1
+        folder = Path(tempfile.mkdtemp(prefix=f"flight{self._dumps}-", dir=session_folder(self.config)))
+        write_flight_records(folder, {o.rank: o.calls for o in outcomes if not o.lost})
+        failed[0].sections.append(("Flight records", f"torchfrtrace -p flight_ {folder}"))
 
     def _tear_down_own(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """This process may hold fixtures of unmarked items that end here, as they would after any item."""
@@ -96,7 +112,7 @@ class ParentSide:
                 mark = item.get_closest_marker("ranks")
                 with contextlib.suppress(Exception):
                     if mark is not None:
-                        self._last[Spec.of(mark, self.timeout).key] = item.nodeid
+                        self._last[Spec.of(mark, self.timeout, _parameters(item)).key] = item.nodeid
         return self._last
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -109,6 +125,11 @@ class ParentSide:
 
     def pytest_unconfigure(self) -> None:
         self.worlds.close(kill=True)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return dict(callspec.params) if callspec is not None else {}
 
 
 def _skips(item: pytest.Item) -> bool:

@@ -13,8 +13,11 @@ from emulator.testing.parent import ParentSide
 from emulator.testing.rank_side import RANK_SIDE
 
 _MARKER = (
-    "ranks(size, mesh=None, timeout=None): run the test on every one of `size` ranks, laid out over the mesh "
-    '({"dp": 2, "tp": 4}; default one tp axis). timeout: seconds for the whole test (default: ini ranks_timeout)'
+    "ranks(size, mesh=None, timeout=None, memory_limit=None, inherit=None): run the test on every one of `size` ranks, "
+    'laid out over the mesh ({"dp": 2, "tp": 4}; default one tp axis). timeout: seconds for the whole test (default: '
+    "ini ranks_timeout). memory_limit: bytes of address space a rank may use beyond what it inherits. inherit: a "
+    "function of some of the test's parameters, called once in the pytest process; the ranks inherit its result "
+    "without a copy (fixture `inherited`)"
 )
 
 
@@ -64,6 +67,13 @@ def rank_context(request: pytest.FixtureRequest) -> Any:
 def mesh(request: pytest.FixtureRequest) -> Any:
     """The emulator.runtime.mesh.Mesh of the test."""
     return _context(request).mesh
+
+
+@pytest.fixture
+def inherited(request: pytest.FixtureRequest) -> Any:
+    """What the marker's `inherit` function made in the pytest process, before this world's ranks were forked."""
+    _context(request)
+    return request.config.stash[RANK_SIDE].inherited
 
 
 # The groups are function-scoped: after a failed test the ranks get new ones.

@@ -21,9 +21,13 @@ RANK_SIDE = pytest.StashKey["RankSide"]()
 _SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
 
-def run_item(nodeid: str, next_nodeid: str | None, session: Any, folder: Any, context: Any) -> RankOutcome:
-    """The function that every rank runs for a test. session and folder are inherited from the parent."""
-    return _side(session, folder, context).run(nodeid, next_nodeid)
+def run_item(
+    nodeid: str, next_nodeid: str | None, session: Any, folder: Any, context: Any, inherited: Any
+) -> RankOutcome:
+    """The function that every rank runs for a test. All but its names and context is inherited from the parent."""
+    side = _side(session, folder, context)
+    side.inherited = inherited
+    return side.run(nodeid, next_nodeid)
 
 
 def end_fixtures(session: Any, folder: Any, context: Any) -> str:
@@ -52,6 +56,7 @@ class RankSide:
         self.items = {item.nodeid: item for item in session.items}
         self.phases: list[Phase] = []
         self.warnings: list[tuple[str, str, str, int]] = []
+        self.inherited: Any = None
         adopt(session, context.rank, folder)
         parent = self.config.pluginmanager.unregister(name="emulator-parent")
         assert parent is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def settle(context: "RankContext", outcome: RankOutcome) -> None:
-    """Fills in the outcome's groups, last call and regroup; adds a failed call phase for a collective that the other
+    """Fills in the outcome's calls, groups and regroup; adds a failed call phase for a collective that the other
     ranks did not make."""
     groups = own_groups()
     lasting = {id(group) for group in (*context.groups.values(), torch.distributed.group.WORLD)}
@@ -36,7 +36,9 @@ def settle(context: "RankContext", outcome: RankOutcome) -> None:
             group.queue.clear()
             broken = True
             outcome.phases.append(_unmatched(outcome, error))
-    if not broken:
+    if broken:
+        outcome.calls = [vars(call) for call in context.log.calls]
+    else:
         outcome.groups = [_end(group, context) for group in groups if _has_messages(group)]
 
 

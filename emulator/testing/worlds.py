@@ -2,6 +2,7 @@
 after a crash."""
 
 import contextlib
+import inspect
 import shutil
 import tempfile
 import warnings
@@ -23,21 +24,35 @@ _FIXTURES_S = 10.0  # for tearing down what tests left set up
 
 @dataclass(frozen=True)
 class Spec:
-    """What a marker asks for. Tests of equal size and mesh share a world."""
+    """What a marker asks for. Tests that differ at most in their timeout share a world.
+
+    inherit: what the ranks inherit is inherit(**parameters), made once in the pytest process.
+    """
 
     size: int
     axes: tuple[tuple[str, int], ...]
     timeout: float
+    memory_limit: int | None = None
+    inherit: Callable | None = None
+    parameters: tuple[tuple[str, str, Any], ...] = ()  # name, its value's repr, its value
 
     @classmethod
-    def of(cls, mark: pytest.Mark, default_timeout: float) -> "Spec":
-        """TypeError or UsageError for a marker that makes no sense."""
+    def of(cls, mark: pytest.Mark, default_timeout: float, params: Mapping[str, Any]) -> "Spec":
+        """params: the test's parameters. TypeError or UsageError for a marker that makes no sense."""
         from emulator.errors import UsageError
         from emulator.runtime.mesh import Mesh
 
-        def ranks(size: int, mesh: Mapping[str, int] | None = None, timeout: float = default_timeout) -> "Spec":
+        def ranks(
+            size: int,
+            mesh: Mapping[str, int] | None = None,
+            timeout: float = default_timeout,
+            memory_limit: int | None = None,
+            inherit: Callable | None = None,
+        ) -> "Spec":
             made = Mesh.of(size, mesh)
-            return cls(size, tuple(made.describe().items()), float(timeout))
+            wanted = inspect.signature(inherit).parameters if inherit is not None else ()
+            parameters = tuple((name, repr(params[name]), params[name]) for name in wanted if name in params)
+            return cls(size, tuple(made.describe().items()), float(timeout), memory_limit, inherit, parameters)
 
         try:
             return ranks(*mark.args, **mark.kwargs)
@@ -45,8 +60,21 @@ class Spec:
             raise UsageError(f"@pytest.mark.ranks: {error}".replace("Spec.of.<locals>.", "")) from error
 
     @property
-    def key(self) -> tuple[int, tuple[tuple[str, int], ...]]:
-        return self.size, self.axes
+    def key(self) -> tuple[Any, ...]:
+        parameters = tuple(text for _, text, _ in self.parameters)
+        return self.size, self.axes, self.memory_limit, self.inherit, parameters
+
+    def inherited(self) -> Any:
+        """What the ranks inherit; None if the marker names nothing."""
+        from emulator.runtime.threads import single_thread
+
+        if self.inherit is None:
+            return None
+        try:
+            with single_thread():  # no thread pool may exist when the ranks are forked
+                return self.inherit(**{name: value for name, _, value in self.parameters})
+        except Exception as error:
+            raise RuntimeError(f"inherit={self.inherit.__name__}: {type(error).__name__}: {error}") from error
 
 
 class RankWorld:
@@ -58,8 +86,9 @@ class RankWorld:
 
         # pytest removes its old folders by itself, should this process be killed
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=session_folder(session.config)))
-        shared = {"session": session, "folder": self.folder}
-        self.world = World(Mesh(**dict(spec.axes)), timeout=_NEVER_S, shared=shared)
+        shared = {"session": session, "folder": self.folder, "inherited": spec.inherited()}
+        mesh = Mesh(**dict(spec.axes))
+        self.world = World(mesh, timeout=_NEVER_S, shared=shared, memory_limit=spec.memory_limit)
         try:
             with warnings.catch_warnings():  # Python 3.12 warns of any fork beside a thread
                 warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,29 +1,62 @@
 """The main claim: every plan on real ranks equals the one-process Program at every boundary, on every rank."""
 
 import pytest
+import torch.distributed as dist
 
-import emulator.prepare
-from emulator.job import single_thread
-from emulator.prepare import prepare
+from emulator.prepare import Prepared, add_batch, add_reference, load_weights, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.world import World
 from emulator.scenario import load_scenario
 from emulator.verdict import summarise
 
 VARIANTS = [
-    {},
     {"embedding": "replicated"},
     {"shared_experts": "gather_scatter"},
     {"embedding": "replicated", "shared_experts": "gather_scatter", "dense_mlp": "replicated"},
 ]
 
 
-def _summary(model: str, plan: str, tp: int, tokens: int, **fields) -> dict:
-    given = {"plan": plan, "parallel": {"tp": tp}, "tokens": tokens, **fields}
-    with single_thread():
-        prepared = prepare(load_scenario(model, given))
-        reports = World(prepared.mesh).run(run_on_rank, prepared)
-    return summarise(prepared, reports, 0.0)
+def prepared(
+    plan="dsa_cp", tp=4, tokens=97, model="glm-5.1-mini", *,
+    ep=None, variants=None, dtype=None, layers=None, static_check=None,
+) -> Prepared:  # fmt: skip
+    """What the ranks of a test inherit; made in the pytest process, with the weights of the tests before it."""
+    given = {
+        "plan": plan, "parallel": {"tp": tp, "ep": ep}, "tokens": tokens,
+        "variants": variants, "dtype": dtype, "layers": layers, "static_check": static_check,
+    }  # fmt: skip
+    made = prepare(load_scenario(model, {k: v for k, v in given.items() if v is not None}), graph_only=True)
+    made.weights = _weights(made, model, layers, dtype)
+    add_batch(made)
+    add_reference(made)
+    return made
+
+
+_LOADED: dict = {}
+
+
+def _weights(made: Prepared, *key) -> dict:
+    if key not in _LOADED:
+        _LOADED[key] = load_weights(made.program, made.scenario)
+    return _LOADED[key]
+
+
+def on_ranks(tp: int, *others, ep: int | None = None):
+    """A parameter set whose test runs on tp ranks that inherit prepared(**parameters)."""
+    mesh = {"tp": tp, "ep": ep or tp}
+    return pytest.param(tp, *others, marks=pytest.mark.ranks(tp, mesh=mesh, inherit=prepared))
+
+
+@pytest.fixture
+def summary(inherited, rank_context) -> dict:
+    """The run's summary, from the reports of all ranks."""
+    return _run(inherited, rank_context)
+
+
+def _run(made: Prepared, context) -> dict:
+    reports = [None] * made.mesh.size
+    dist.all_gather_object(reports, run_on_rank(made, context))
+    return summarise(made, reports, 0.0)
 
 
 def _assert_holds(summary: dict) -> None:
@@ -36,50 +69,59 @@ def _assert_holds(summary: dict) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp"])
-@pytest.mark.parametrize(("tp", "tokens"), [(1, 16), (2, 97), (3, 3), (4, 97), (4, 1), (8, 3)])
-def test_plans_equal_the_reference(plan, tp, tokens):
-    _assert_holds(_summary("glm-5.1-mini", plan, tp, tokens))
+@pytest.mark.parametrize(
+    ("tp", "tokens"),
+    [on_ranks(1, 16), on_ranks(2, 97), on_ranks(3, 3), on_ranks(4, 97), on_ranks(4, 1), on_ranks(8, 3)],
+)
+def test_plans_equal_the_reference(plan, tp, tokens, summary):
+    _assert_holds(summary)
 
 
+@pytest.mark.parametrize("model", ["deepseek-v3.2-mini"])
 @pytest.mark.parametrize("plan", ["tp", "dsa_cp"])
-def test_the_other_model(plan):
-    _assert_holds(_summary("deepseek-v3.2-mini", plan, 4, 97))
+@pytest.mark.parametrize("tp", [on_ranks(4)])
+def test_the_other_model(plan, tp, model, summary):
+    _assert_holds(summary)
 
 
-@pytest.mark.parametrize("variants", VARIANTS[1:], ids=lambda v: "+".join(v.values()))
+@pytest.mark.parametrize("variants", VARIANTS, ids=lambda v: "+".join(v.values()))
 @pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp"])
-def test_variants(plan, variants):
-    _assert_holds(_summary("glm-5.1-mini", plan, 3, 16, variants=variants))
+@pytest.mark.parametrize(("tp", "tokens"), [on_ranks(3, 16)])
+def test_variants(plan, variants, tp, tokens, summary):
+    _assert_holds(summary)
 
 
+@pytest.mark.parametrize("model", ["deepseek-v3.2-mini"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lower_precision_stays_within_measured_tolerance(dtype):
-    summary = _summary("deepseek-v3.2-mini", "dsa_cp", 4, 97, dtype=dtype)
+@pytest.mark.parametrize("tp", [on_ranks(4)])
+def test_lower_precision_stays_within_measured_tolerance(tp, dtype, model, summary):
     assert summary["verdict"] == "pass", summary["checks"]
     assert summary["max_error_in_eps"] < 200  # and the tolerance is no blank cheque
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(1, 4), (2, 4)])
-def test_ep_may_be_smaller_than_the_world(ep, tp):
-    _assert_holds(_summary("glm-5.1-mini", "dsa_cp", tp, 13, parallel={"tp": tp, "ep": ep}))
+@pytest.mark.parametrize(("tp", "tokens", "ep"), [on_ranks(4, 13, 1, ep=1), on_ranks(4, 13, 2, ep=2)])
+def test_ep_may_be_smaller_than_the_world(tp, tokens, ep, summary):
+    _assert_holds(summary)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_cut_models(layers):
-    summary = _summary("glm-5.1-mini", "dsa_cp", 2, 16, layers=layers)
+@pytest.mark.parametrize(("tp", "tokens"), [on_ranks(2, 16)])
+def test_cut_models(tp, tokens, layers, summary):
     assert summary["verdict"] == "pass", summary["checks"]
 
 
+@pytest.mark.parametrize("static_check", [False])
 @pytest.mark.parametrize(
-    ("variant", "module", "layer"),
+    ("variants", "module", "layer"),
     [
-        ("shared_experts", "model.layers.2.mlp.shared_experts.down_proj", 2),
-        ("dense_mlp", "model.layers.0.mlp.down_proj", 0),
+        ({"shared_experts": "allreduce_local"}, "model.layers.2.mlp.shared_experts.down_proj", 2),
+        ({"dense_mlp": "allreduce_local"}, "model.layers.0.mlp.down_proj", 0),
     ],
+    ids=["shared_experts", "dense_mlp"],
 )
-def test_all_reduce_on_local_tokens_is_wrong_at_its_first_module(variant, module, layer):
+@pytest.mark.parametrize("tp", [on_ranks(4)])
+def test_all_reduce_on_local_tokens_is_wrong_at_its_first_module(tp, variants, module, layer, static_check, summary):
     # the RFC's literal row: it passes every shape check, so only values and token ids can show it
-    summary = _summary("glm-5.1-mini", "dsa_cp", 4, 97, variants={variant: "allreduce_local"}, static_check=False)
     checks = {c["name"]: c["passed"] for c in summary["checks"]}
     assert summary["verdict"] == "fail"
     assert not checks["values"]
@@ -90,7 +132,8 @@ def test_all_reduce_on_local_tokens_is_wrong_at_its_first_module(variant, module
     assert "rows differ" in failure["detail"]
 
 
-def test_a_wrong_weight_shard_is_caught_by_values_alone(monkeypatch):
+@pytest.mark.parametrize("tp", [on_ranks(4)])
+def test_a_wrong_weight_shard_is_caught_by_values_alone(tp, monkeypatch, inherited, rank_context):
     # rank 1 computes with rank 0's columns: every shape and count is right
     import emulator.rank as rank_module
 
@@ -100,29 +143,28 @@ def test_a_wrong_weight_shard_is_caught_by_values_alone(monkeypatch):
         return honest(weight, layout, mesh, 0 if rank == 1 and weight.shape == (264, 144) else rank)
 
     monkeypatch.setattr(rank_module, "local_shard", crooked)
-    summary = _summary("glm-5.1-mini", "dsa_cp", 4, 97)
+    summary = _run(inherited, rank_context)
     assert summary["first_failure"]["module"] == "model.layers.0.mlp.gate_proj"
     assert summary["first_failure"]["rank"] == 1
     assert {c["name"]: c["passed"] for c in summary["checks"]}["contract dsa_cp_prefill"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("embedding", ["row", "replicated"])
+@pytest.mark.parametrize("shared", ["replicated", "gather_scatter"])
 @pytest.mark.parametrize("model", ["glm-5.1-mini", "deepseek-v3.2-mini"])
 @pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp"])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 97, 256])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
-def test_full_matrix(model, plan, tokens, tp):
-    for embedding in ("row", "replicated"):
-        for shared in ("replicated", "gather_scatter"):
-            variants = {"embedding": embedding, "shared_experts": shared}
-            _assert_holds(_summary(model, plan, tp, tokens, variants=variants))
+def test_full_matrix(model, plan, tokens, tp, embedding, shared):
+    made = prepared(plan, tp, tokens, model, variants={"embedding": embedding, "shared_experts": shared})
+    _assert_holds(summarise(made, World(made.mesh).run(run_on_rank, made), 0.0))
 
 
 def test_all_plans_agree_with_each_other():
     # each equals its own reference run; the reference must then be one and the same
     references = []
     for plan in ("tp", "sp", "dsa_cp"):
-        with single_thread():
-            prepared = emulator.prepare.prepare(load_scenario("glm-5.1-mini", {"plan": plan, "tokens": 16}))
-        references.append(prepared.reference[max(prepared.reference, key=len)].sum().item())
+        reference = prepared(plan, 1, 16).reference
+        references.append(reference[max(reference, key=len)].sum().item())
     assert references[0] == references[1] == references[2]

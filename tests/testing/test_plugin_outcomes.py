@@ -1,5 +1,9 @@
 """One result for each test of a multi-rank suite, and what its report says."""
 
+import pickle
+import re
+from pathlib import Path
+
 import pytest
 
 SUITE = """
@@ -91,6 +95,21 @@ def test_messages(rank):
     else:
         dist.recv(x, 0)
         assert x.item() == 0
+
+MADE = []
+
+def heavy(n, factor=2):
+    MADE.append(n)
+    return os.getpid(), torch.full((n,), factor), list(MADE)
+
+@pytest.mark.ranks(2, inherit=heavy)
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("other", "ab")
+def test_inherits(n, other, inherited):  # made once for each n, in the parent
+    process, x, made = inherited
+    assert process == os.getppid()
+    assert x.tolist() == [2] * n
+    assert made == [3, 4][: n - 2]
 
 @pytest.mark.ranks(4)
 def test_warns():
@@ -188,6 +207,17 @@ def test_bad_mark():
 def test_bad_fixture(rank):
     pass
 
+def failing():
+    raise KeyError("nothing")
+
+@pytest.mark.ranks(2, inherit=failing)
+def test_bad_inherit(inherited):
+    pass
+
+@pytest.mark.ranks(2, memory_limit=200 << 20)
+def test_bad_memory(rank):
+    bytearray(400 << 20 if rank == 1 else 4)
+
 @pytest.mark.ranks(4)
 def test_last(rank, of_module):
     x = torch.ones(1)
@@ -217,6 +247,7 @@ GOOD = {
     "test_own_groups[0]": "PASSED",
     "test_own_groups[1]": "PASSED",
     "test_messages": "PASSED",
+    **{f"test_inherits[{other}-{n}]": "PASSED" for other in "ab" for n in (3, 4)},
     "test_warns": "PASSED",
     "test_skips": "SKIPPED",
     "test_skips_without_ranks": "SKIPPED",
@@ -237,6 +268,8 @@ BAD = {
     "test_bad_axis": "ERROR",
     "test_bad_mark": "ERROR",
     "test_bad_fixture": "ERROR",
+    "test_bad_inherit": "ERROR",
+    "test_bad_memory": "FAILED",
 }
 
 
@@ -290,6 +323,8 @@ def test_identical_failures_are_folded(session):
         ("test_bad_axis", ["has no dp group (it has: tp)"]),
         ("test_bad_mark", ["@pytest.mark.ranks: mesh {'dp': 2} has 2 ranks, the world 3"]),
         ("test_bad_fixture", ["fixture 'rank' exists only in tests marked with @pytest.mark.ranks(n)"]),
+        ("test_bad_inherit", ["inherit=failing: KeyError: 'nothing'"]),
+        ("test_bad_memory", ["failed on rank 1 of 2", "MemoryError"]),
     ],
 )
 def test_reports_name_the_cause(session, test, texts):
@@ -301,3 +336,12 @@ def test_reports_name_the_cause(session, test, texts):
 def test_warnings_of_the_ranks_reach_the_summary_once(session):
     summary = session.text.partition("warnings summary")[2]
     assert summary.count("UserWarning: mind the gap") == 1
+
+
+def test_a_failure_leaves_flight_records_that_its_report_names(session):
+    folder = Path(re.search(r"torchfrtrace -p flight_ (\S+)", session.report("test_bad_values"))[1])
+    dumps = {path.name: pickle.loads(path.read_bytes()) for path in folder.iterdir()}
+    assert sorted(dumps) == ["flight_0", "flight_1", "flight_2", "flight_3"]
+    made = {name: [entry["profiling_name"] for entry in dump["entries"]] for name, dump in dumps.items()}
+    assert made["flight_1"] == made["flight_3"] == []  # they failed before they called
+    assert all("all_reduce" in made[name][0] for name in ("flight_0", "flight_2"))
