@@ -17,11 +17,11 @@ from torch.fx.node import map_aggregate
 from emulator.errors import LayoutError, UsageError
 from emulator.layout.placement import Kind, Layout, Tokens, placement_word
 from emulator.layout.plan import Plan
-from emulator.layout.rank_graph import Boundary, RankGraph, Violation
+from emulator.layout.propagation import infer
+from emulator.layout.rank_graph import Boundary, RankGraph
 from emulator.layout.transitions import transition_steps
 from emulator.model.program import Program
-from emulator.ops.registry import LOCAL, OPS, PARTIAL, Illegal, R, op_name
-from emulator.ops.views import VIEW_RULES
+from emulator.ops.registry import LOCAL, PARTIAL, R, op_name
 
 INPUT_KINDS: dict[str, Kind] = {
     "input_ids": "token",
@@ -126,55 +126,16 @@ class _Lowering:
             node.target, map_aggregate(arguments, lambda a: a.node if isinstance(a, _Value) else a), node.kwargs
         )
         dispatch = next((v.dispatch for v in inputs if v.dispatch is not None), None)
-        layout: Any
-        if node.target is operator.getitem:
-            source = inputs[0].layout
-            layout = source[node.args[1]] if isinstance(source, tuple) else source
-        else:
-            layout = self._output_layout(node, arguments, inputs)
-            if op_name(node.target) == "moe_dispatch":
-                dispatch = node
-            elif isinstance(layout, Layout) and layout.kind != "rows":
-                dispatch = None
-        self._emit(node, new, layout, dispatch)
-
-    def _output_layout(self, node: fx.Node, arguments: Any, inputs: list[_Value]) -> Any:
-        """Applies the op's layout rule on every axis; records a Violation and goes on with the rule's fallback."""
-        name = op_name(node.target)
-        if name is None:
-            rule, positional, named = VIEW_RULES[node.target], inputs, {}
-            name, output_kind = node.target.__name__, None
-        else:
-            op = OPS[name]
-            rule, positional, output_kind = op.rule, [], op.output_kind
-            named = {k: v for k, v in zip(op.argument_names, arguments) if isinstance(v, _Value)}
-        base = Layout(output_kind or inputs[0].layout.kind, (), self.tokens)  # type: ignore[arg-type]
-        num_outputs: int | None = None
-        per_axis: dict[str, Any] = {}
-        for axis, size in self.sizes.items():
-            if size == 1 or all(v.layout.on(axis) == R for v in inputs):
-                continue
-            try:
-                result = rule(
-                    *[v.layout.on(axis) for v in positional], **{k: v.layout.on(axis) for k, v in named.items()}
-                )
-            except Illegal as error:
-                result = self._violate(node, name, inputs, axis, error)
-            per_axis[axis] = result
-            num_outputs = len(result) if isinstance(result, tuple) else None
-        if num_outputs is None:
-            layout = base.placed(**per_axis)
-            has_many = any(u.target is operator.getitem for u in node.users)
-            return (layout,) * (1 + max(u.args[1] for u in node.users)) if has_many else layout
-        return tuple(base.placed(**{a: r[i] for a, r in per_axis.items()}) for i in range(num_outputs))
-
-    def _violate(self, node: fx.Node, name: str, inputs: list[_Value], axis: str, error: Illegal) -> Any:
-        found = " x ".join(placement_word(v.layout.on(axis), v.layout.kind) for v in inputs if v.layout.kind != "batch")
-        violation = Violation(node.meta["module"], name, f"{found} on {axis}", error.allowed, error.reason)
-        self.out.violations.append(violation)
-        if error.fallback is None:
-            raise LayoutError(f"plan {self.plan.name}: {violation}")
-        return error.fallback
+        new.meta["module"] = module
+        found = infer(new, self.sizes, self.tokens)
+        self.out.violations += found.violations
+        if found.dead_end:
+            raise LayoutError(f"plan {self.plan.name}: {found.violations[-1]}")
+        if op_name(node.target) == "moe_dispatch":
+            dispatch = node
+        elif isinstance(found.layout, Layout) and found.layout.kind != "rows":
+            dispatch = None
+        self._emit(node, new, found.layout, dispatch)
 
     def _fetch(self, origin: fx.Node, consumer: str) -> _Value:
         """The value as `consumer` wants it: brought to the output layouts of the modules it leaves, inner first, then
@@ -217,11 +178,7 @@ class _Lowering:
                     )
                 node = value.node
                 for step in steps:
-                    last = step is steps[-1]
-                    layout = (
-                        value.layout.placed(**{axis: target}) if last else self._halfway(value.layout, axis, step.op)
-                    )
-                    node = self._insert(step.op, (node, *step.args), layout, value.node, last)
+                    node = self._insert(step.op, (node, *step.args), value.node, step is steps[-1])
                 self.converted[key] = _Value(node, value.layout.placed(**{axis: target}))
             value = self.converted[key]
             self._request(value.node, module)
@@ -245,26 +202,24 @@ class _Lowering:
             token_counts = self.values[counts].node
             if value.node is token_counts:
                 # [1, E] -> [S, X]: how many rows each source sends to each expert held here
-                node = self._insert("all_to_all", (value.node, "ep", size, 1, 0), layout, value.node, True)
+                node = self._insert("all_to_all", (value.node, "ep", size, 1, 0), value.node, True)
                 node.meta["traffic"] = "metadata"
             else:
                 expert_counts = self._convert_rows(self.values[counts], {"tp": R, "ep": LOCAL}, module).node
                 send, receive = (token_counts, expert_counts) if target == LOCAL else (expert_counts, token_counts)
-                node = self._insert(
-                    "all_to_all_rows", (value.node, send, receive, "ep", size), layout, value.node, True
-                )
+                node = self._insert("all_to_all_rows", (value.node, send, receive, "ep", size), value.node, True)
             self.converted[key] = _Value(node, layout, value.dispatch)
         self._request(self.converted[key].node, module)
         return self.converted[key]
 
-    def _halfway(self, layout: Layout, axis: str, op: str) -> Layout:
-        """Layout between the two steps of a padded transition: gathered with padding, or padded before the cut."""
-        return layout.placed(**{axis: R}) if op in ("all_gather", "all_to_all") else layout
-
-    def _insert(self, op: str, args: tuple, layout: Layout, source: fx.Node, holds_value: bool) -> fx.Node:
+    def _insert(self, op: str, args: tuple, source: fx.Node, holds_value: bool) -> fx.Node:
+        """A transition; what is unsound about it was reported where its operand became so."""
         node = self.out.graph.call_function(getattr(torch.ops.emulator, op), args)
+        found = infer(node, self.sizes, self.tokens)
         origin = source.meta["origin"] if holds_value else None
-        node.meta.update(layout=layout, origin=origin, traffic=source.meta["traffic"], moves=source.name)
+        node.meta.update(
+            layout=found.layout, padded=found.padded, origin=origin, traffic=source.meta["traffic"], moves=source.name
+        )
         return node
 
     def _request(self, node: fx.Node, module: str) -> None:

@@ -20,13 +20,14 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken layout rule, found without running."""
+    """A broken layout rule, found without running. node: its name in the rank graph, where there is one."""
 
     module: str
     op: str
     found: str
     allowed: str
     reason: str
+    node: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.op} found {self.found}; allowed: {self.allowed}. Why: {self.reason}"

@@ -1,0 +1,105 @@
+"""What each transition op makes of a layout: the table of DESIGN section 2 read forwards, for graphs nobody lowered."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
+
+from emulator.layout.placement import Layout, Tokens, placement_word
+from emulator.ops.registry import LOCAL, PARTIAL, Illegal, Mixed, R
+
+
+def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens: Tokens) -> tuple[Layout, bool]:
+    """(layout, padded) of a transition op's output; padded: full rows with padding among them.
+
+    Raises Illegal, whose fallback is the pair to go on with.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    layout, padded = source.meta["layout"], bool(source.meta.get("padded"))
+    if name in ("pad", "unpad"):
+        return _padding(name, layout, padded, node.args[2], tokens)
+    axis: Any = node.args[3] if name == "all_to_all_rows" else node.args[1]
+    if axis not in sizes:
+        raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))
+    if name == "all_to_all_rows" or (name == "all_to_all" and layout.kind == "rows"):
+        return _rows(layout), False
+    dims = [d % 8 if d < 0 else d for d in node.args[3:]]  # type: ignore[operator]
+    target, problem = _move(name, layout.on(axis), dims, sizes[axis])
+    cut = (name in ("slice", "reduce_scatter", "all_to_all")) and dims[0] == 0
+    joined = (name == "all_gather" and dims[0] == 0) or (name == "all_to_all" and dims[1] == 0)
+    is_token = layout.kind == "token" and axis == "tp"
+    needs_pad = cut and is_token and tokens.padded != tokens.real
+    out_padded = (joined and is_token and tokens.padded != tokens.real) or (padded and not cut)
+    result = layout.placed(**{axis: target}), out_padded
+    if problem is None and needs_pad and not padded:
+        reason = f"{tokens.real} rows do not divide over {tokens.parts} ranks"
+        problem = reason, f"rows padded to {tokens.padded} first"
+    if problem is not None:
+        raise Illegal(problem[0], problem[1], result)
+    return result
+
+
+def _padding(name: str, layout: Layout, padded: bool, length: Any, tokens: Tokens) -> tuple[Layout, bool]:
+    want, have = (tokens.padded, False) if name == "pad" else (tokens.real, True)
+    result = layout, name == "pad"
+    if layout.on("tp") == LOCAL:
+        raise Illegal("a rank's rows hold their padding already", "full-token or partial", result)
+    if padded != have or length != want:
+        word = "padded already" if padded else "not padded"
+        raise Illegal(f"{name} to {length} of rows that are {word}", f"{name} to {want}, once", result)
+    return result
+
+
+def _rows(layout: Layout) -> Layout:
+    """Dispatched rows change between the ranks of their tokens and the ranks of their experts."""
+    if layout.on("ep") == LOCAL:
+        return layout.placed(ep=R, tp=LOCAL)
+    if layout.on("tp") == R:
+        where = layout.placed(ep=LOCAL)
+        raise Illegal(
+            "every rank dispatched every row: each would reach its expert tp times", "token-rows", (where, False)
+        )
+    return layout.placed(tp=R, ep=LOCAL)
+
+
+def _move(name: str, source: Placement, dims: list[int], size: int) -> tuple[Placement, tuple[str, str] | None]:
+    """(placement on the op's axis afterwards, what is wrong: (reason, allowed))."""
+    word = placement_word(source)
+    if name == "all_reduce":
+        if isinstance(source, Partial):
+            return R, None
+        if isinstance(source, Mixed):
+            return LOCAL, ("sums rows of different tokens", "partial")
+        if source == R:
+            return R, (f"complete values would be summed: {size} times too large", "partial")
+        return source, (f"sums {'rows of different tokens' if source == LOCAL else 'different features'}", "partial")
+    if name == "reduce_scatter":
+        target = Shard(dims[0])
+        if isinstance(source, Partial):
+            return target, None
+        if source == R:
+            return target, (f"complete values would be summed: {size} times too large", "partial")
+        return target, (f"sums and cuts {word} values", "partial")
+    if name == "all_gather":
+        if source == Shard(dims[0]):
+            return R, None
+        if source == R:
+            return R, (f"every rank holds all rows already: they would grow {size} times", f"shard({dims[0]})")
+        if isinstance(source, Partial):
+            return PARTIAL, ("partial sums would be joined instead of summed", f"shard({dims[0]})")
+        return R, (f"joins along dim {dims[0]} what is {word}", f"shard({dims[0]})")
+    if name == "slice":
+        target = Shard(dims[0])
+        if source == R:
+            return target, None
+        if isinstance(source, Partial):
+            return target, ("cuts partial sums, which no rank completes", "full-token")
+        return target, (f"cuts rows that are {word} already", "full-token")
+    assert name == "all_to_all", name
+    split, joined = dims
+    target = Shard(split)
+    if source == Shard(joined):
+        return target, None
+    return target, (f"moves shards of dim {split} to dim {joined}, but the value is {word}", f"shard({joined})")
