@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.fx.node import map_aggregate
 
 from emulator.errors import LayoutError, UsageError
+from emulator.layout.annotate import CONTAINERS, common_ancestor, left
 from emulator.layout.placement import Kind, Layout, Tokens, placement_word
 from emulator.layout.plan import Plan
 from emulator.layout.propagation import infer
@@ -34,7 +35,6 @@ INPUT_KINDS: dict[str, Kind] = {
     "latent_caches": "cache",
     "index_caches": "cache",
 }
-_CONTAINERS = ("", "model", "model.layers")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Lowering:
             found = "; ".join(f"{what} of {name}" for what, name in self.uneven.items())
             raise UsageError(f"plan {self.plan.name} splits weights that do not divide: {found}")
         for node, modules in self.requesters.items():
-            node.meta["module"] = _common_ancestor(modules)
+            node.meta["module"] = common_ancestor(modules)
         order = {node.name: i for i, node in enumerate(self.out.graph.nodes)}
         self.out.boundaries = sorted(self.edges, key=lambda b: (order[b.node], b.port != "output", -len(b.module)))
         return self.out
@@ -144,17 +144,17 @@ class _Lowering:
         if isinstance(value.layout, tuple) or value.layout.kind in ("weight", "batch") or producer == consumer:
             return value
         index = origin.args[1] if origin.target is operator.getitem and producer else 0
-        for module in _left(producer, consumer):
+        for module in left(producer, consumer):
             value = self._convert(value, self.plan.output_of(module), module)
             self._edge(module, f"output{index or ''}", value, origin)
-        for module in reversed(_left(consumer, producer)):
+        for module in reversed(left(consumer, producer)):
             value = self._convert(value, self.plan.input_of(module), module)
             self._edge(module, "input", value, origin)
         return value
 
     def _edge(self, module: str, port: str, value: _Value, origin: fx.Node) -> None:
         given = origin.args[0] if origin.target is operator.getitem else origin
-        if given.op != "placeholder" and module not in _CONTAINERS:
+        if given.op != "placeholder" and module not in CONTAINERS:
             self.edges.setdefault(Boundary(module, port, value.node.name))
 
     def _convert(self, value: _Value, wanted: tuple[Kind, dict[str, Placement]] | None, module: str) -> _Value:
@@ -237,22 +237,3 @@ def _tensors(arguments: Any) -> Iterator[_Value]:
             yield argument
         elif isinstance(argument, (list, tuple)):
             yield from _tensors(argument)
-
-
-def _left(module: str, other: str) -> list[str]:
-    """Modules that contain `module` but not `other`, inner first."""
-    found = []
-    while module and not (other == module or other.startswith(module + ".")):
-        found.append(module)
-        module = module.rpartition(".")[0]
-    return found
-
-
-def _common_ancestor(modules: list[str]) -> str:
-    split = [m.split(".") for m in modules]
-    shared = []
-    for parts in zip(*split):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)

@@ -49,5 +49,5 @@ def _swiglu_rule(gate: Placement, up: Placement | None = None) -> Placement:
     return output
 
 
-define("add(Tensor x, Tensor y) -> Tensor", kernel=_add, fake=_add_fake, rule=_add_rule)
+define("add(Tensor x, Tensor y) -> Tensor", kernel=_add, fake=_add_fake, rule=_add_rule, residual_work=True)
 define("swiglu(Tensor gate, Tensor? up=None) -> Tensor", kernel=_swiglu, fake=_swiglu_fake, rule=_swiglu_rule)

@@ -48,6 +48,11 @@ def foreign_rule(node: fx.Node) -> Callable[..., Any]:
     return lambda *operands: _unknown(name)
 
 
+def is_row_wise(node: fx.Node) -> bool:
+    """Whether each row of the result needs the same rows of the operands only, and little work: the residual's adds."""
+    return function_name(node).rstrip("_") in ("add", "rms_norm", "layer_norm")
+
+
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:

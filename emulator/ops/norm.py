@@ -57,16 +57,19 @@ define(
     kernel=_rms_norm,
     fake=lambda x, weight, eps: torch.empty_like(x),
     rule=_rms_norm_rule,
+    residual_work=True,
 )
 define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> Tensor",
     kernel=_add_rms_norm,
     fake=_add_rms_norm_fake,
     rule=_rms_norm_rule,
+    residual_work=True,
 )
 define(
     "add_rms_norm2(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     kernel=_add_rms_norm2,
     fake=_add_rms_norm2_fake,
     rule=_add_rms_norm2_rule,
+    residual_work=True,
 )

@@ -57,6 +57,7 @@ class Op:
 
     output_kind: kind of value it makes, where that is not the kind of its first tensor argument.
     rank_args: (weight argument, index of this rank's shard) -> keyword arguments that depend on the rank.
+    residual_work: norms and adds: each row needs the same rows of the operands only, and little work.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Op:
     argument_names: tuple[str, ...]
     output_kind: str | None = None
     rank_args: Callable[..., dict[str, Any]] | None = None
+    residual_work: bool = False
 
 
 OPS: dict[str, Op] = {}
@@ -77,6 +79,7 @@ def define(
     rule: Rule,
     output_kind: str | None = None,
     rank_args: Callable[..., dict[str, Any]] | None = None,
+    residual_work: bool = False,
 ) -> None:
     """Registers `emulator::<schema>` with a CPU kernel, a fake (shape) kernel and a layout rule."""
     name = schema.split("(")[0]
@@ -84,7 +87,7 @@ def define(
     LIBRARY.impl(name, kernel, "CPU")
     torch.library.register_fake(f"emulator::{name}", fake, lib=LIBRARY)
     arguments = tuple(a.name for a in getattr(torch.ops.emulator, name).default._schema.arguments)
-    OPS[name] = Op(name, rule, arguments, output_kind, rank_args)
+    OPS[name] = Op(name, rule, arguments, output_kind, rank_args, residual_work)
 
 
 def op_name(target: Any) -> str | None:
