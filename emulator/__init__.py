@@ -28,10 +28,13 @@ _EXPORTS = {
     "assert_same_on_all_ranks": "emulator.testing.asserts",
     "assert_sums_to": "emulator.testing.asserts",
 }
-__all__ = sorted(_EXPORTS)
+_MODULES = ("nn",)
+__all__ = sorted((*_EXPORTS, *_MODULES))
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"emulator.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'emulator' has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

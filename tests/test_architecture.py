@@ -19,7 +19,7 @@ LEVELS: list[set[str]] = [
     {"trace", "runtime"},
     {"verify", "cost", "memory", "faults"},
     {"scenario", "prepare", "rank", "verdict", "job", "launcher"},
-    {"cli", "report", "testing", "__main__", "__init__"},  # __init__ is the public API
+    {"cli", "report", "testing", "nn", "__main__", "__init__"},  # nn, __init__: public names only
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
