@@ -15,6 +15,7 @@ _EXPORTS = {
     "Scenario": "emulator.scenario",
     "World": "emulator.runtime.world",
     "build_program": "emulator.model.program",
+    "check_graph": "emulator.check",
     "has_dsa_structure": "emulator.model.structure",
     "load_config": "emulator.model.config",
     "load_plan": "emulator.layout.plan",

@@ -68,6 +68,11 @@ def run(
     mode: Annotated[str | None, typer.Option(help="real (tensors and values) or shape (full size, no values).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float64, float32 or bfloat16.")] = None,
     variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
+    graph_pass: Annotated[
+        list[str] | None,
+        typer.Option("--pass", help="FX pass, module:callable or file.py:callable; repeatable."),
+    ] = None,
+    contract: Annotated[str | None, typer.Option(help="Contract name or TOML file, in place of the plan's.")] = None,
     no_static_check: Annotated[bool, typer.Option("--no-static-check", help="Run a plan that breaks a rule.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and token ids.")] = None,
     weights: Annotated[str | None, typer.Option(help="seed, or a local HF safetensors checkpoint directory.")] = None,
@@ -85,6 +90,7 @@ def run(
         given: dict[str, Any] = {
             "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers, "mode": mode,
             "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights, "timeout": timeout,
+            "passes": graph_pass or None, "contract": contract,
             "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
         }  # fmt: skip
         given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emulator.errors import RankError
+from emulator.locate import case_of, locate
 from emulator.prepare import prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
@@ -44,4 +45,6 @@ def run(
                 write_flight_records(out_dir, calls, groups)
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
             raise
-    return summarise(prepared, reports, time.perf_counter() - started)
+        wrong = [failure for r in reports if r["values"] for failure in r["values"]["failures"]]
+        culprit = locate(case_of(prepared), wrong)
+    return summarise(prepared, reports, time.perf_counter() - started, culprit)

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from emulator.errors import LayoutError
 from emulator.layout.lowering import lower
-from emulator.layout.plan import load_plan
-from emulator.layout.rank_graph import RankGraph
+from emulator.layout.plan import load_plan, module_pattern
+from emulator.layout.rank_graph import RankGraph, Violation
 from emulator.model.batch import Request, build_batch, own_caches
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch
 from emulator.model.program import Program, build_program
 from emulator.model.weights import Checkpoint, seeded, weight_groups
+from emulator.passes.apply import apply_pass
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.scenario import Scenario
@@ -53,11 +54,12 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     plan = load_plan(scenario.plan, scenario.variants)
     program = build_program(config, scenario.options())
     rank_graph = lower(program, plan, mesh.sizes, scenario.tokens)
+    for spec in scenario.passes:
+        rank_graph = apply_pass(rank_graph, program.parameters, spec)
     if scenario.static_check and rank_graph.violations:
-        first, more = rank_graph.violations[0], len(rank_graph.violations) - 1
-        rest = f" ({more} more like it)" if more else ""
-        raise LayoutError(f"static check: plan {plan.name}: {first}{rest}. --no-static-check runs it all the same")
-    contract = load_contract(plan.contract) if plan.contract else None
+        raise LayoutError(told_violations(rank_graph, scenario.passes))
+    named = scenario.contract or (plan.contract if not scenario.passes else None)
+    contract = load_contract(named) if named else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
     if out_dir is not None and not graph_only:
         fresh_folder(out_dir)
@@ -69,6 +71,20 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
         add_batch(prepared)
         add_reference(prepared)
     return prepared
+
+
+def told_violations(rank_graph: RankGraph, passes: list[str]) -> str:
+    """Every broken rule, those that differ by layer only in one line, behind one line that says what to do."""
+    what = f"plan {rank_graph.plan.name}" + "".join(f" with pass {spec}" for spec in passes)
+    alike: dict[tuple[str, ...], list[Violation]] = {}
+    for v in rank_graph.violations:
+        alike.setdefault((module_pattern(v.module), v.op, v.allowed, v.reason), []).append(v)
+    told = [f"{vs[0]}" + (f" ({len(vs)} layers)" if len(vs) > 1 else "") for vs in alike.values()]
+    if len(told) == 1:
+        return f"static check: {what}: {told[0]}. --no-static-check runs it all the same"
+    lines = "".join(f"\n  {i}. {line}" for i, line in enumerate(told, 1))
+    total = len(rank_graph.violations)
+    return f"static check: {what}: {total} broken rules (--no-static-check runs it all the same):{lines}"
 
 
 def load_weights(program: Program, scenario: Scenario) -> dict[str, Tensor]:
@@ -93,12 +109,17 @@ def add_batch(prepared: Prepared) -> None:
 
 def add_reference(prepared: Prepared) -> None:
     """Runs the reference for every value that a rank will be compared with."""
+    at = {node.name: node.meta["origin"] for node in prepared.rank_graph.graph.nodes}
+    keep = {at[b.node] for b in prepared.rank_graph.boundaries if at[b.node]}
+    prepared.reference, prepared.tolerance = reference_of(prepared, keep)
+
+
+def reference_of(prepared: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Tolerance]:
+    """The reference's values of these Program nodes, and of all discrete choices, with their tolerances."""
     scenario, program = prepared.scenario, prepared.program
     assert prepared.batch is not None
-    at = {node.name: node.meta["origin"] for node in prepared.rank_graph.graph.nodes}
-    keep = {at[b.node] for b in prepared.rank_graph.boundaries if at[b.node]} | choices_needed(program)
-    keep |= {node.name for node in program.graph.nodes if is_choice(node)}
-    prepared.reference = run_reference(program, prepared.weights, own_caches(prepared.batch), keep=keep)
-    prepared.tolerance = tolerances(
-        program, prepared.weights, own_caches(prepared.batch), prepared.reference, scenario.torch_dtype, scenario.seed
-    )
+    keep = names | choices_needed(program) | {node.name for node in program.graph.nodes if is_choice(node)}
+    inputs = own_caches(prepared.batch)
+    reference = run_reference(program, prepared.weights, inputs, keep=keep)
+    inputs = own_caches(prepared.batch)
+    return reference, tolerances(program, prepared.weights, inputs, reference, scenario.torch_dtype, scenario.seed)

@@ -19,27 +19,24 @@ from emulator.runtime.rank_weights import local_shard
 from emulator.runtime.shape_mode import ShapeMode
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
+from emulator.verify.blame import Captured
 from emulator.verify.contract import check_trace
 from emulator.verify.values import ValueCheck, ValueReport
 
 
 def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     """One rank's part: executes the graph, writes the trace, checks values and contract. Returns its report."""
-    scenario, rank_graph, mesh, rank = prepared.scenario, prepared.rank_graph, prepared.mesh, context.rank
+    scenario, rank_graph, rank = prepared.scenario, prepared.rank_graph, context.rank
     path = prepared.out_dir / f"rank_{rank}.jsonl" if prepared.out_dir else None
     writer = TraceWriter(path, trace_header(prepared, rank))
-    collectives = Collectives(mesh, rank, context.board, context.transport, context.timeout)
-    collectives.log = context.log
-    common: dict[str, Any] = {
-        "mesh": mesh, "rank": rank, "collectives": collectives, "board": context.board, "writer": writer,
-    }  # fmt: skip
+    common = _common(prepared, context, writer)
     values: ValueReport | None = None
     try:
         with torch.no_grad():
             if scenario.mode == "shape":
                 _run_shapes(prepared, rank, common)
             else:
-                values = _run_values(prepared, rank, common)
+                values = _run_values(prepared, rank, common)[0]
     finally:
         writer.close()
     breaches = []
@@ -59,20 +56,39 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     }
 
 
-def _run_values(prepared: Prepared, rank: int, common: dict[str, Any]) -> ValueReport:
+def capture_on_rank(prepared: Prepared, names: frozenset[str], context: RankContext) -> Captured:
+    """The same run again, without trace or contract: the values and token ids of the named nodes on this rank."""
+    with torch.no_grad():
+        return _run_values(prepared, context.rank, _common(prepared, context, TraceWriter(None, {})), names)[1]
+
+
+def _common(prepared: Prepared, context: RankContext, writer: TraceWriter) -> dict[str, Any]:
+    collectives = Collectives(prepared.mesh, context.rank, context.board, context.transport, context.timeout)
+    collectives.log = context.log
+    return {
+        "mesh": prepared.mesh, "rank": context.rank, "collectives": collectives, "board": context.board,
+        "writer": writer,
+    }  # fmt: skip
+
+
+def _run_values(
+    prepared: Prepared, rank: int, common: dict[str, Any], capture: frozenset[str] = frozenset()
+) -> tuple[ValueReport, Captured]:
     assert prepared.batch is not None
     check = ValueCheck(
         prepared.program, prepared.rank_graph, prepared.mesh, rank, prepared.reference, prepared.tolerance,
         force_choices=prepared.scenario.dtype != "float64",
     )  # fmt: skip
-    Executor(
+    executor = Executor(
         prepared.rank_graph,
         weights=lambda name, layout: local_shard(prepared.weights[name], layout, prepared.mesh, rank),
         inputs=own_caches(prepared.batch),
         observer=check,
+        capture=capture,
         **common,
-    ).run()
-    return check.report
+    )
+    executor.run()
+    return check.report, executor.captured
 
 
 def _run_shapes(prepared: Prepared, rank: int, common: dict[str, Any]) -> None:

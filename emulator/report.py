@@ -57,6 +57,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         )  # fmt: skip
     if summary["first_failure"]:
         _print_failure(console, summary["first_failure"])
+    if summary["culprit"]:
+        _print_culprit(console, summary["culprit"])
     rss = summary["peak_rss_mb"]
     console.print(
         f"{summary['wall_s']} s, {rss['total']:.0f} MiB for the whole process tree"
@@ -122,6 +124,18 @@ def _print_failure(console: Console, failure: dict[str, Any]) -> None:
     }
     for key, value in rows.items():
         text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        console.print(f"  {key:9}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_culprit(console: Console, culprit: dict[str, Any]) -> None:
+    """The first wrong node and what happened there."""
+    console.print("[red]first node with right inputs and a wrong output[/red]")
+    rows = {
+        "node": f"{culprit['node']} ({culprit['op']}) of {culprit['module']}",
+        "ranks": ", ".join(map(str, culprit["ranks"])),
+        "cause": f"{culprit['kind']}: {culprit['text']}",
+    }
+    for key, text in rows.items():
         console.print(f"  {key:9}{text}", markup=False, highlight=False, soft_wrap=True)
 
 

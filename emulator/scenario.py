@@ -29,7 +29,8 @@ class Scenario(BaseModel):
     """model x plan x parallel sizes x workload.
 
     model: a name under profiles/models or an HF model directory. weights: "seed", or a checkpoint directory. mode: real
-    tensors, or shapes only. latent_norm_eps: hf (1e-6 always) or config (as engines do).
+    tensors, or shapes only. passes: FX passes over the rank graph, in order. contract: in place of the plan's; with
+    passes, the only one that is checked. latent_norm_eps: hf (1e-6 always) or config (as engines do).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +44,8 @@ class Scenario(BaseModel):
     mode: Literal["real", "shape"] = "real"
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     variants: dict[str, str] = {}
+    contract: str | None = None
+    passes: list[str] = []
     static_check: bool = True
     seed: int = 0
     weights: str = "seed"

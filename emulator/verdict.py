@@ -10,8 +10,10 @@ from emulator.prepare import Prepared
 from emulator.trace.summary import layer_of
 
 
-def summarise(prepared: Prepared, reports: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """The summary object of `--json`, also written to out_dir/summary.json."""
+def summarise(
+    prepared: Prepared, reports: list[dict[str, Any]], wall_s: float, culprit: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The summary object of `--json`, also written to out_dir/summary.json. culprit: what locate.locate found."""
     scenario, plan = prepared.scenario, prepared.rank_graph.plan
     checks, failures = _checks(prepared, reports)
     values = [r["values"] for r in reports if r["values"]]
@@ -30,6 +32,7 @@ def summarise(prepared: Prepared, reports: list[dict[str, Any]], wall_s: float) 
         "verdict": "pass" if all(c["passed"] for c in checks) else "fail",
         "checks": checks,
         "first_failure": {k: v for k, v in first.items() if k not in ("order", "node", "edges")} if first else None,
+        "culprit": culprit,
         "broken_boundaries": sorted({tuple(e) for f in failures for e in f.get("edges", [(f["module"], f["port"])])}),
         "collectives": reports[0]["collectives"],
         "boundaries": reports[0]["boundaries"],
@@ -88,7 +91,7 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
             else "boundaries, shapes and exact collective counts hold on every rank"
         )
         add(
-            f"contract {prepared.rank_graph.plan.contract}",
+            f"contract {prepared.scenario.contract or prepared.rank_graph.plan.contract}",
             not breaches,
             f"{total} breaches; first: {detail}" if breaches else detail,
         )

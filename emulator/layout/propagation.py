@@ -121,8 +121,12 @@ class _Inference:
         return R if isinstance(only, Partial) else only
 
     def _violate(self, axis: str, error: Illegal) -> None:
-        shown = [n.meta["layout"] for n in self.operands if n.meta["layout"].kind != "batch"]
-        found = " x ".join(placement_word(layout.on(axis), layout.kind) for layout in shown)
+        shown = [n for n in self.operands if n.meta["layout"].kind != "batch"]
+        words = [placement_word(n.meta["layout"].on(axis), n.meta["layout"].kind) for n in shown]
+        tokens = {word for word, n in zip(words, shown) if n.meta["layout"].kind == "token"}
+        if len(tokens) > 1:  # which is which
+            words = [f"{w} ({n.name})" if n.meta["layout"].kind == "token" else w for w, n in zip(words, shown)]
+        found = " x ".join(words)
         name = self.name or function_name(self.node)
         module = self.node.meta.get("module", "")
         self.violations.append(

@@ -1,7 +1,7 @@
 """Runs a rank graph on one rank, node by node: real tensors or, under FakeTensorMode, shapes only."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -30,7 +30,8 @@ class Executor:
     """One rank's run of the graph.
 
     weights: parameter name and layout -> this rank's tensor. inputs: graph inputs by name. shapes: stands in for values
-    in shape mode; None runs real tensors, with token-id shadows.
+    in shape mode; None runs real tensors, with token-id shadows. capture: names of nodes whose values (and token ids)
+    are kept in `captured`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Executor:
         observer: Observer | None = None,
         shapes: ShapeMode | None = None,
         phase: str = "prefill",
+        capture: Collection[str] = (),
     ):
         self.rank_graph, self.mesh, self.rank = rank_graph, mesh, rank
         self.weights, self.inputs, self.collectives, self.board = weights, inputs, collectives, board
@@ -61,6 +63,8 @@ class Executor:
         collectives.on_mixed = self._on_mixed
         collectives.evaluate = shapes.call if shapes is not None else None
         self.node: fx.Node | None = None
+        self.capture = frozenset(capture)
+        self.captured: dict[str, tuple[Any, Tensor | None]] = {}
 
     def run(self) -> Any:
         """Executes every node in order and returns the graph's output."""
@@ -77,6 +81,8 @@ class Executor:
                 self.env[node] = self._call(node)
             if self.shadow is not None and node.op in ("placeholder", "call_function"):
                 self._follow_tokens(node)
+            if node.name in self.capture:
+                self._keep(node)
             for edge in self.edges.get(node.name, ()):
                 self.recorder.boundary(node, self.env[node], edge.module, edge.port)
             for dead in self.frees.get(node, ()):
@@ -85,9 +91,17 @@ class Executor:
                     self.shadow.drop(dead)
         return result
 
+    def _keep(self, node: fx.Node) -> None:
+        """A copy: caches are written in place again."""
+        ids = self.shadow.ids.get(node) if self.shadow is not None else None
+        copied = fx.node.map_aggregate(self.env[node], lambda v: v.clone() if isinstance(v, Tensor) else v)
+        self.captured[node.name] = copied, ids
+
     def _call(self, node: fx.Node) -> Any:
         name = op_name(node.target)
         args = fx.map_arg(node.args, self.env.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **fx.map_arg(node.kwargs, self.env.__getitem__))
         if name is None:
             return self._evaluate(node, args)
         self.board.set_status(self.rank, f"running {name} ({node.name}) of {node.meta['module']}")
@@ -105,9 +119,10 @@ class Executor:
         return value
 
     def _evaluate(self, node: fx.Node, args: tuple, **rank_args: Any) -> Any:
+        kwargs = {**fx.map_arg(node.kwargs, self.env.__getitem__), **rank_args}
         if self.shapes is not None:
-            return self.shapes.call(node.target, args, {**node.kwargs, **rank_args})
-        return node.target(*args, **node.kwargs, **rank_args)
+            return self.shapes.call(node.target, args, kwargs)
+        return node.target(*args, **kwargs)
 
     def _compute(self, name: str, node: fx.Node, args: tuple) -> Any:
         if self.shapes is not None and name == "moe_dispatch":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout, Tokens
-from emulator.ops.registry import op_name
+from emulator.ops.registry import LOCAL, op_name
 from emulator.ops.transition import TRANSITIONS, pad_rows
 from emulator.runtime.collectives import Collectives
 
@@ -38,7 +38,7 @@ class Shadow:
             return None
         problem = None
         if node.op == "placeholder":
-            self.ids[node] = torch.arange(self.tokens.real)
+            self.ids[node] = self._given(layout)
         elif op_name(node.target) in TRANSITIONS:
             self.ids[node] = self._move(node, layout)
         else:
@@ -51,6 +51,14 @@ class Shadow:
         if isinstance(value, Tensor) and value.shape[0] != self.ids[node].shape[0]:
             problem = f"{value.shape[0]} rows, but their tokens are {describe_ids(self.ids[node])}"
         return problem
+
+    def _given(self, layout: Layout) -> Tensor:
+        """Tokens of a graph input: the batch, or this rank's window of it."""
+        ids = torch.arange(self.tokens.real)
+        if layout.on("tp") != LOCAL:
+            return ids
+        index = self.collectives.mesh.index("tp", self.collectives.rank)
+        return pad_rows(ids, 0, self.tokens.padded)[index * self.tokens.per :][: self.tokens.per]
 
     def _move(self, node: fx.Node, layout: Layout) -> Tensor:
         source, *args = node.args

@@ -81,7 +81,7 @@ def test_every_violation_is_listed():
         graph.graph.erase_node(node)
     violations = propagate(graph)
     assert [v.module for v in violations] == [f"model.layers.{i}.post_attention_layernorm" for i in range(len(removed))]
-    assert violations[0].found.startswith("partial x full-token")
+    assert violations[0].found == "partial (linear_3) x full-token (all_reduce) x replicated on tp"
 
 
 def test_a_reduction_on_an_axis_that_does_not_exist():

@@ -1,0 +1,142 @@
+"""From a wrong boundary to the first wrong node: a second run keeps every value between the last right boundaries and
+the wrong one, on all ranks; the first node whose inputs are right and whose output is not is diagnosed."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from emulator.layout.plan import module_pattern
+from emulator.layout.rank_graph import RankGraph
+from emulator.model.program import Program
+from emulator.prepare import Prepared, reference_of
+from emulator.rank import capture_on_rank
+from emulator.runtime.mesh import Mesh
+from emulator.runtime.world import World
+from emulator.trace.summary import layer_of
+from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin
+from emulator.verify.choices import is_choice
+from emulator.verify.diagnosis import diagnose
+from emulator.verify.expected import Expectation
+from emulator.verify.reference import Tolerance
+from emulator.verify.scene import Scene
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was run: graphs, ranks and weights; names whose reference values the run had; and how to run it again.
+
+    reference_of(names): reference values of Program nodes, with tolerances. capture(names): by rank, values and token
+    ids of rank-graph nodes.
+    """
+
+    program: Program
+    rank_graph: RankGraph
+    mesh: Mesh
+    weights: Mapping[str, Tensor]
+    known: Collection[str]
+    reference_of: Callable[[set[str]], tuple[Mapping[str, Tensor], Tolerance]]
+    capture: Callable[[frozenset[str]], list[Captured]]
+
+
+def case_of(prepared: Prepared) -> Case:
+    def capture(names: frozenset[str]) -> list[Captured]:
+        return World(prepared.mesh, timeout=prepared.scenario.timeout).run(capture_on_rank, prepared, names)
+
+    return Case(
+        prepared.program, prepared.rank_graph, prepared.mesh, prepared.weights, set(prepared.reference),
+        lambda names: reference_of(prepared, names), capture,
+    )  # fmt: skip
+
+
+def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The culprit of a run with wrong values: {node, op, module, layer, ranks, kind, text, holds}; None if none shows.
+
+    failures: of the value check, all ranks. Runs the ranks once more, and the reference once more for the values of the
+    suspects only: the nodes between the first wrong boundary and the right ones before it.
+    """
+    if not failures:
+        return None
+    first = min(failures, key=lambda f: (f["order"], f["rank"]))
+    nodes = {node.name: node for node in case.rank_graph.graph.nodes}
+    accused = suspects(nodes[first["node"]], _right(case, {f["node"] for f in failures}))
+    witnesses = _hear(case, accused)
+    blame = witnesses.first_wrong(accused)
+    if blame is None:
+        return None
+    diagnosis = diagnose(_scene(case, blame, witnesses))
+    module = blame.node.meta["module"]
+    return {
+        "node": blame.node.name, "op": _word(blame.node), "module": module, "layer": layer_of(module),
+        "ranks": blame.wrong, "kind": diagnosis.kind, "text": diagnosis.text, "holds": diagnosis.holds,
+    }  # fmt: skip
+
+
+def _right(case: Case, wrong: set[str]) -> set[str]:
+    """Boundary nodes whose value was compared on every rank and found right. A partial sum is not compared."""
+    edges = {b.node for b in case.rank_graph.boundaries} - wrong
+    return {
+        n.name for n in case.rank_graph.graph.nodes
+        if n.name in edges and n.meta["origin"] in case.known and "partial" not in str(n.meta["layout"])
+    }  # fmt: skip
+
+
+def _hear(case: Case, nodes: list[fx.Node]) -> Witnesses:
+    mesh, tokens = case.mesh, case.rank_graph.tokens
+    reference, tolerance = case.reference_of({o for o in map(value_origin, nodes) if o})
+    captured = case.capture(frozenset(n.name for node in nodes for n in (node, *node.all_input_nodes)))
+    expectations = [Expectation(case.program, mesh, rank, tokens, reference) for rank in range(mesh.size)]
+    choices = {node.name for node in case.program.graph.nodes if is_choice(node)}
+    return Witnesses(mesh, tokens, captured, expectations, reference, tolerance, choices)
+
+
+def _scene(case: Case, blame: Blame, witnesses: Witnesses) -> Scene:
+    origin = value_origin(blame.value)
+    assert origin is not None
+    operands = [
+        list(fx.map_arg(blame.node.args, lambda n, kept=kept: kept[n.name][0] if n.name in kept else None))
+        for kept in witnesses.captured
+    ]
+    return Scene(
+        node=blame.node,
+        mesh=case.mesh,
+        tokens=case.rank_graph.tokens,
+        found=witnesses.values(blame.value),
+        expected=witnesses.expected(blame.value),
+        reference=witnesses.reference[origin],
+        operands=operands,
+        ids=witnesses.ids(blame.value),
+        wrong=blame.wrong,
+        tolerance=witnesses.tolerance.absolute[origin],
+        weights=case.weights,
+        related=_related(case, origin),
+        output=blame.output,
+    )
+
+
+def _related(case: Case, origin: str) -> dict[str, Tensor]:
+    """Whole values that may stand in this one's place: the same value in other layers, and the node's operands."""
+    node = next(n for n in case.program.graph.nodes if n.name == origin)
+    alike = [n for n in case.program.graph.nodes if _kind(n) == _kind(node)]
+    in_layer: dict[int | None, list[fx.Node]] = {}
+    for other in alike:
+        in_layer.setdefault(layer_of(other.meta["module"]), []).append(other)
+    place = in_layer[layer_of(node.meta["module"])].index(node)
+    names = {
+        others[place].name: f"layer {layer}'s value"
+        for layer, others in in_layer.items()
+        if len(others) > place and others[place] is not node
+    }
+    names |= {o.name: f"{_word(o)} of {o.meta['module']}" for o in node.all_input_nodes if o.op == "call_function"}
+    reference, _ = case.reference_of(set(names))
+    return {text: reference[name] for name, text in names.items() if name in reference}
+
+
+def _kind(node: fx.Node) -> tuple[Any, str]:
+    return node.target, module_pattern(node.meta["module"])
+
+
+def _word(node: fx.Node) -> str:
+    name = getattr(node.target, "_qualified_op_name", None)
+    return name.partition("::")[2] if name else getattr(node.target, "__name__", str(node.target))
