@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator import job, launcher, profiles, report
+from emulator import job, launcher, profiles, report, shrink
 from emulator.errors import RankError, UsageError
 from emulator.layout.plan import load_plan
 from emulator.runtime.failure import explain
-from emulator.scenario import default_out_dir, load_scenario
+from emulator.scenario import Scenario, default_out_dir, load_scenario
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
 
@@ -83,30 +83,64 @@ def run(
         float | None, typer.Option(help="Seconds without progress after which a rank has stalled.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for traces and summary.json.")] = None,
+    shrunk: Annotated[
+        bool, typer.Option("--shrink", help="On failure, find the smallest scenario that fails in the same way.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a scenario on ranks and check every boundary, shape, collective count and value."""
-    with _exit_codes():
-        given: dict[str, Any] = {
-            "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers, "mode": mode,
-            "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights, "timeout": timeout,
-            "passes": graph_pass or None, "contract": contract,
-            "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
-        }  # fmt: skip
-        given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
-        if launcher.under_torchrun():
-            given["parallel"] = launcher.sizes_from_world(given["parallel"])
-        loaded = load_scenario(scenario, given)
-        folder = out or default_out_dir(loaded)
-        if launcher.under_torchrun():
-            summary = launcher.run_under_torchrun(loaded, folder)
-            if summary is None:  # only rank 0 reports
-                return
-        else:
-            with report.progress_bar(quiet=not sys.stderr.isatty()) as update:
-                summary = job.run(loaded, folder, update)
-        print(json.dumps(summary)) if as_json else report.print_summary(summary)
+    loaded: Scenario | None = None
+    try:
+        with _exit_codes():
+            given: dict[str, Any] = {
+                "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers,
+                "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
+                "timeout": timeout, "passes": graph_pass or None, "contract": contract,
+                "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
+            }  # fmt: skip
+            given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
+            if launcher.under_torchrun():
+                given["parallel"] = launcher.sizes_from_world(given["parallel"])
+            loaded = load_scenario(scenario, given)
+            summary = _run(loaded, out or default_out_dir(loaded), as_json)
+    except typer.Exit as refused:  # by the static check, or by a rank: a smaller one is as welcome
+        if shrunk and loaded is not None and not launcher.under_torchrun():
+            report.print_shrunk(_shrink(loaded, out))
+        raise refused
+    if summary is None:  # under torchrun only rank 0 reports
+        return
+    if shrunk and loaded is not None and summary["verdict"] == "fail" and not launcher.under_torchrun():
+        found = _shrink(loaded, out)
+        summary["shrunk"] = found
+        if not as_json:
+            report.print_shrunk(found)
+    if as_json:
+        print(json.dumps(summary))
     raise typer.Exit(0 if summary["verdict"] == "pass" else 1)
+
+
+def _run(loaded: Scenario, folder: Path, as_json: bool) -> dict[str, Any] | None:
+    if launcher.under_torchrun():
+        summary = launcher.run_under_torchrun(loaded, folder)
+    else:
+        with report.progress_bar(quiet=not sys.stderr.isatty()) as update:
+            summary = job.run(loaded, folder, update)
+    if summary is not None and not as_json:
+        report.print_summary(summary)
+    return summary
+
+
+def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
+    """Shrinks a failing scenario and writes the small one beside the traces."""
+    with report.shrink_progress(quiet=not sys.stderr.isatty()) as update:
+        found = shrink.shrink(loaded, on_try=update)
+    if found is None:
+        return None
+    path = shrink.write_scenario(found.scenario, (out or default_out_dir(loaded)) / "shrunk.toml")
+    return {
+        "failure": str(found.failure), "scenario": str(path), "commands": shrink.commands(found.scenario, path),
+        "sizes": shrink.sizes(found.scenario), "runs": len(found.tried), "seconds": round(found.seconds, 1),
+    }  # fmt: skip
 
 
 @app.command()

@@ -10,7 +10,14 @@ class UsageError(ValueError):
 
 
 class LayoutError(UsageError):
-    """A graph or plan that breaks a layout rule: names module, op, layouts found and allowed."""
+    """A graph or plan that breaks a layout rule: names module, op, layouts found and allowed.
+
+    violations: every broken rule (layout.rank_graph.Violation), where the static check found them.
+    """
+
+    def __init__(self, message: str, violations: list[Any] | None = None):
+        super().__init__(message)
+        self.violations = violations or []
 
 
 def first_problem(error: ValidationError) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from emulator.errors import LayoutError
+from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan, module_pattern
 from emulator.layout.rank_graph import RankGraph, Violation
@@ -56,8 +57,9 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     rank_graph = lower(program, plan, mesh.sizes, scenario.tokens)
     for spec in scenario.passes:
         rank_graph = apply_pass(rank_graph, program.parameters, spec)
+    rank_graph = inject_in_graph(scenario.fault, rank_graph)
     if scenario.static_check and rank_graph.violations:
-        raise LayoutError(told_violations(rank_graph, scenario.passes))
+        raise LayoutError(told_violations(rank_graph, scenario.passes), rank_graph.violations)
     named = scenario.contract or (plan.contract if not scenario.passes else None)
     contract = load_contract(named) if named else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)

@@ -10,6 +10,8 @@ import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from emulator.faults.catalogue import inject_on_rank
+from emulator.faults.on_rank import FaultyCollectives
 from emulator.model.batch import own_caches
 from emulator.prepare import Prepared
 from emulator.runtime.collectives import Collectives
@@ -79,10 +81,18 @@ def _run_values(
         prepared.program, prepared.rank_graph, prepared.mesh, rank, prepared.reference, prepared.tolerance,
         force_choices=prepared.scenario.dtype != "float64",
     )  # fmt: skip
+    inputs = own_caches(prepared.batch)
+    site = inject_on_rank(
+        prepared.scenario.fault, prepared.rank_graph, prepared.mesh, rank, prepared.weights, inputs
+    )  # fmt: skip
+    if site is not None:
+        common = {**common, "collectives": FaultyCollectives(common["collectives"], site.stand_ins)}
     executor = Executor(
-        prepared.rank_graph,
-        weights=lambda name, layout: local_shard(prepared.weights[name], layout, prepared.mesh, rank),
-        inputs=own_caches(prepared.batch),
+        site.rank_graph if site else prepared.rank_graph,
+        weights=site.weight
+        if site
+        else lambda name, layout: local_shard(prepared.weights[name], layout, prepared.mesh, rank),
+        inputs=inputs,
         observer=check,
         capture=capture,
         **common,

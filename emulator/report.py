@@ -139,6 +139,26 @@ def _print_culprit(console: Console, culprit: dict[str, Any]) -> None:
         console.print(f"  {key:9}{text}", markup=False, highlight=False, soft_wrap=True)
 
 
+def print_shrunk(shrunk: dict[str, Any] | None) -> None:
+    """The smallest scenario that fails in the same way, and how to run it."""
+    console = _console()
+    if shrunk is None:
+        console.print("the failure did not show again, so there is nothing to shrink")
+        return
+    size = ", ".join(f"{k} {v}" for k, v in shrunk["sizes"].items())
+    console.print(f"[bold]shrunk[/bold] ({shrunk['runs']} runs, {shrunk['seconds']} s) to {size}", highlight=False)
+    console.print(f"  still     {shrunk['failure']}", markup=False, highlight=False, soft_wrap=True)
+    for command in shrunk["commands"]:
+        console.print(f"  run       {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def shrink_progress(quiet: bool) -> Iterator[Callable[[str, bool], None]]:
+    """Says on stderr what is tried, when a person is watching."""
+    with Console(stderr=True, quiet=quiet).status("shrinking") as status:
+        yield lambda what, same: status.update(f"shrinking: {what} {'fails alike' if same else 'does not'}")
+
+
 def print_check(contract: str, result: dict[str, Any]) -> None:
     """Outcome of checking stored traces."""
     for breach in result["breaches"][:20]:

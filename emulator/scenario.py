@@ -28,9 +28,10 @@ class Parallel(BaseModel):
 class Scenario(BaseModel):
     """model x plan x parallel sizes x workload.
 
-    model: a name under profiles/models or an HF model directory. weights: "seed", or a checkpoint directory. mode: real
-    tensors, or shapes only. passes: FX passes over the rank graph, in order. contract: in place of the plan's; with
-    passes, the only one that is checked. latent_norm_eps: hf (1e-6 always) or config (as engines do).
+    model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json to change.
+    weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over the rank
+    graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
+    faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,11 +42,13 @@ class Scenario(BaseModel):
     parallel: Parallel = Parallel()
     tokens: PositiveInt = 256
     layers: PositiveInt | None = None
+    model_sizes: dict[str, int] = {}
     mode: Literal["real", "shape"] = "real"
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     variants: dict[str, str] = {}
     contract: str | None = None
     passes: list[str] = []
+    fault: str | None = None
     static_check: bool = True
     seed: int = 0
     weights: str = "seed"
@@ -53,7 +56,8 @@ class Scenario(BaseModel):
     timeout: float = Field(default=60.0, gt=0)
 
     def config(self) -> ModelConfig:
-        return load_config(self.model).with_layers(self.layers)
+        config = load_config(self.model).with_layers(self.layers)
+        return config.with_sizes(self.model_sizes) if self.model_sizes else config
 
     def mesh(self, config: ModelConfig) -> Mesh:
         parallel = self.parallel

@@ -54,12 +54,13 @@ class GraphEdit:
         return self.add("slice", self.padded(source), "tp", self.sizes["tp"], 0)
 
     def reroute(self, old: fx.Node, new: fx.Node, *users: fx.Node) -> None:
-        """These users (default: all that stand behind `new`'s chain) take `new` in place of `old`."""
+        """These users of `old` (default: all that stand behind `new`) take `new` in its place."""
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for user in list(users or old.users):
             if order[user] > order[new]:
                 user.replace_input_with(old, new)
-        self.graph.eliminate_dead_code()
+        if not old.users:
+            self.graph.erase_node(old)
 
     def without(self, node: fx.Node) -> fx.Node:
         """Takes a node out: its users take its operand, which is returned."""

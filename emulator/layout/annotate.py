@@ -45,13 +45,18 @@ def _set_origin(node: fx.Node) -> None:
 
 
 def _module(node: fx.Node) -> str:
+    """Of a new node: a transition's by what it serves; another's by its weights, else by its first user."""
     if node.op == "output":
         return ""
     operands = [n.meta.get("module", "") for n in node.all_input_nodes]
-    if op_name(node.target) in TRANSITIONS and op_name(node.target) not in _REDUCTIONS:
-        served = [user.meta["module"] for user in node.users if user.op != "output"]
-        return common_ancestor(served) if served else (operands[0] if operands else "")
-    return operands[0] if operands else ""
+    served = [user.meta["module"] for user in node.users if user.op != "output"]
+    name = op_name(node.target)
+    if name in _REDUCTIONS or not served:
+        return operands[0] if operands else ""
+    if name in TRANSITIONS:
+        return common_ancestor(served)
+    weights = [n.meta["module"] for n in node.all_input_nodes if n.op == "get_attr"]
+    return (weights or served)[0]
 
 
 def boundaries(graph: fx.Graph) -> list[Boundary]:

@@ -23,6 +23,11 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
     axis: Any = node.args[3] if name == "all_to_all_rows" else node.args[1]
     if axis not in sizes:
         raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))
+    size = node.args[4] if name == "all_to_all_rows" else node.args[2]
+    if size != sizes[axis]:
+        raise Illegal(
+            f"the {axis} group has {sizes[axis]} ranks, not {size}", f"{axis} {sizes[axis]}", (layout, padded)
+        )
     if name == "all_to_all_rows" or (name == "all_to_all" and layout.kind == "rows"):
         return _rows(layout), False
     dims = [d % 8 if d < 0 else d for d in node.args[3:]]  # type: ignore[operator]

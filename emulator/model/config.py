@@ -1,6 +1,7 @@
 """Model configuration: what the Program needs of an HF config.json, validated."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +158,18 @@ class ModelConfig(BaseModel):
         num_dense = min(kinds.count("dense"), num_layers - 1 if "sparse" in kinds and num_layers > 1 else num_layers)
         cut = ("dense",) * num_dense + ("sparse",) * (num_layers - num_dense)
         return self.model_copy(update={"num_hidden_layers": num_layers, "mlp_layer_types": cut})
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> "ModelConfig":
+        """The same structure with other sizes. UsageError for a field that is no size, or sizes that do not fit."""
+        for name, value in sizes.items():
+            if not isinstance(getattr(self, name, None), int) or isinstance(getattr(self, name), bool):
+                raise UsageError(f"model_sizes: {name!r} is no size of the model")
+            if value < 1:
+                raise UsageError(f"model_sizes: {name} = {value}: a size is at least 1")
+        try:
+            return ModelConfig.model_validate({**self.model_dump(), **sizes})
+        except ValidationError as error:
+            raise UsageError(f"model_sizes: {first_problem(error)}") from None
 
 
 def parse_config(data: dict[str, Any], where: str) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""fold finds the runs of equal layers; expand gives back the graph: every node with its name and meta, and boundaries."""
+"""fold finds the runs of equal layers; expand gives back every node, with its name and meta, and every boundary."""
 
 import operator
 from collections.abc import Callable

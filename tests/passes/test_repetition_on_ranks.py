@@ -2,6 +2,11 @@
 the same trace but for order and time."""
 
 import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +30,20 @@ def prepared(plan: str, tp: int, tokens: int, model: str = "glm-5.1-mini", embed
     return _folded(prepare(load_scenario(model, given)))
 
 
-def prepared_shared(plan: str, tp: int, tokens: int, tmp: Path) -> Prepared:
+def prepared_shared(plan: str, tp: int, tokens: int) -> Prepared:
     config = load_config("glm-5.1-mini").model_dump(mode="json", exclude_none=True) | SHARED
-    (tmp / "config.json").write_text(json.dumps(config))
-    return _folded(prepare(load_scenario(str(tmp), {"plan": plan, "parallel": {"tp": tp}, "tokens": tokens})))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        scenario = load_scenario(folder, {"plan": plan, "parallel": {"tp": tp}, "tokens": tokens})
+        # the plans' contracts know no ids that enter a layer from an earlier one
+        return _folded(replace(prepare(scenario), contract=None))
+
+
+def prepared_twice(plan: str, tp: int, tokens: int) -> tuple[Prepared, Prepared]:
+    """The same run on the graph as lowered, and on the graph folded and expanded; each writes its trace."""
+    made = prepare(load_scenario("glm-5.1-mini", {"plan": plan, "parallel": {"tp": tp}, "tokens": tokens}))
+    folders = [Path(tempfile.mkdtemp()) for _ in range(2)]
+    return replace(made, out_dir=folders[0]), _folded(replace(made, out_dir=folders[1]))
 
 
 def _folded(made: Prepared) -> Prepared:
@@ -38,8 +53,8 @@ def _folded(made: Prepared) -> Prepared:
     return made
 
 
-def on_ranks(tp: int, tokens: int) -> Any:
-    return pytest.param(tp, tokens, marks=pytest.mark.ranks(tp, mesh={"tp": tp, "ep": tp}, inherit=prepared))
+def on_ranks(tp: int, tokens: int, inherit: Callable = prepared) -> Any:
+    return pytest.param(tp, tokens, marks=pytest.mark.ranks(tp, mesh={"tp": tp, "ep": tp}, inherit=inherit))
 
 
 def run(made: Prepared, context: Any) -> dict[str, Any]:
@@ -67,3 +82,31 @@ def test_values_with_a_whole_embedding(
     plan: str, tp: int, tokens: int, embedding: str, inherited: Prepared, rank_context: Any
 ) -> None:
     run(inherited, rank_context)
+
+
+@pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp"])
+@pytest.mark.parametrize(("tp", "tokens"), [on_ranks(4, 97, prepared_shared)])
+def test_values_with_shared_indexers(plan: str, tp: int, tokens: int, inherited: Prepared, rank_context: Any) -> None:
+    assert run(inherited, rank_context)["layers"] == SHARED["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("plan", ["dsa_cp"])
+@pytest.mark.parametrize(("tp", "tokens"), [on_ranks(4, 13, prepared_twice)])
+def test_traces(plan: str, tp: int, tokens: int, inherited: tuple[Prepared, Prepared], rank_context: Any) -> None:
+    traces = []
+    for made in inherited:
+        run(made, rank_context)
+        assert made.out_dir is not None
+        lines = (made.out_dir / f"rank_{rank_context.rank}.jsonl").read_text().splitlines()[1:]  # not the header
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            for key in ("seq", "start", "duration"):
+                record.pop(key, None)
+        traces.append([json.dumps(record, sort_keys=True) for record in records])
+        dist.barrier()
+        shutil.rmtree(made.out_dir, ignore_errors=True)
+    assert len(traces[0]) > 5 * 40
+    assert Counter(traces[0]) == Counter(traces[1])
+    calls = [[line for line in trace if '"group": "' in line and '"op": "slice"' not in line] for trace in traces]
+    assert len(calls[0]) > 5 * 4
+    assert calls[0] == calls[1]  # and communication in the same order
