@@ -26,6 +26,7 @@ from emulator.runtime.threads import single_thread
 from emulator.runtime.world import World
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import summarise_collectives
+from emulator.verify.expected import Peer
 from emulator.verify.reference import Tolerance
 from emulator.verify.values import ValueCheck
 
@@ -174,7 +175,13 @@ class _Checked:
     def _on_rank(self, names: frozenset[str], context: RankContext) -> tuple[dict[str, Any], Any, list, dict]:
         mesh, rank, writer = self.mesh, context.rank, TraceWriter(None, {})
         check = ValueCheck(
-            self.program, self.rank_graph, mesh, rank, self.reference, self._tolerance(), force_choices=False
+            self.program,
+            self.rank_graph,
+            mesh,
+            rank,
+            [Peer(self.rank_graph.tokens, self.reference)] * mesh.dp,
+            self._tolerance(),
+            force_choices=False,
         )
         layouts = {n.target: n.meta["layout"] for n in self.graph.nodes if n.op == "placeholder"}
         executor = Executor(

@@ -17,7 +17,7 @@ from emulator import job, launcher, profiles, report, shrink
 from emulator.errors import RankError, UsageError
 from emulator.layout.plan import load_plan
 from emulator.runtime.failure import explain
-from emulator.scenario import Scenario, default_out_dir, load_scenario
+from emulator.scenario import Scenario, default_out_dir, load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
 
@@ -61,9 +61,13 @@ def run(
     scenario: ScenarioArg,
     plan: Annotated[str | None, typer.Option(help="Plan name or TOML file.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks (1 so far).")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks, each with its own requests.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: all that divide the experts.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the prefill request.")] = None,
+    requests: Annotated[
+        list[str] | None,
+        typer.Option(help="A step's requests q:context,q:context, `/` between dp ranks; repeat for more steps."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
     mode: Annotated[str | None, typer.Option(help="real (tensors and values) or shape (full size, no values).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float64, float32 or bfloat16.")] = None,
@@ -94,6 +98,7 @@ def run(
         with _exit_codes():
             given: dict[str, Any] = {
                 "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers,
+                "step": [parse_requests(text).model_dump() for text in requests or ()] or None,
                 "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
                 "timeout": timeout, "passes": graph_pass or None, "contract": contract,
                 "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,

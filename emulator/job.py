@@ -7,14 +7,14 @@ from typing import Any
 
 from emulator.errors import RankError
 from emulator.locate import case_of, locate
-from emulator.prepare import prepare
+from emulator.prepare import Prepared, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
 from emulator.runtime.threads import single_thread
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
-from emulator.verdict import summarise
+from emulator.verdict import failures_of, summarise
 
 
 def run(
@@ -31,7 +31,8 @@ def run(
     with single_thread():  # no thread pool may exist when the ranks are forked
         prepared = prepare(scenario, out_dir)
         world = World(prepared.mesh, timeout=scenario.timeout, communicate=scenario.mode == "real")
-        num_signs = prepared.mesh.size * sum(n.op == "call_function" for n in prepared.rank_graph.graph.nodes)
+        steps = [parts[0].rank_graph.graph.nodes for parts in prepared.schedule]
+        num_signs = prepared.mesh.size * sum(n.op == "call_function" for nodes in steps for n in nodes)
 
         def progress(board: Board) -> None:
             notify("running", min(1.0, sum(board.status(r)[0] for r in range(prepared.mesh.size)) / num_signs))
@@ -45,6 +46,19 @@ def run(
                 write_flight_records(out_dir, calls, groups)
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
             raise
-        wrong = [failure for r in reports if r["values"] for failure in r["values"]["failures"]]
-        culprit = locate(case_of(prepared), wrong)
+        culprit = _locate(prepared, failures_of(reports))
     return summarise(prepared, reports, time.perf_counter() - started, culprit)
+
+
+def _locate(prepared: Prepared, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first wrong node of the first step that went wrong."""
+    if not failures:
+        return None
+    step = min(f["step"] for f in failures)
+    first = min((f for f in failures if f["step"] == step), key=lambda f: (f["order"], f["rank"]))
+    dp = prepared.mesh.index("dp", first["rank"])
+    here = [f for f in failures if f["step"] == step and prepared.mesh.index("dp", f["rank"]) == dp]
+    found = locate(case_of(prepared, step, dp), here)
+    if found is not None:
+        found |= {"step": step, "dp": dp}
+    return found

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import psutil
 from torch import distributed as dist
 
 from emulator.errors import RankError, UsageError
-from emulator.prepare import Prepared, add_batch, prepare
+from emulator.prepare import Prepared, add_batches, add_weights, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board, StoreBoard
 from emulator.runtime.failure import explain, failure_of
@@ -95,10 +95,8 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
             prepared = prepare(scenario, out_dir, graph_only=True)
             folder = Path(store.get(key).decode())
             if scenario.mode == "real":
-                add_batch(prepared)
-                prepared.weights = map_shared(folder / "weights")
-                prepared.reference = map_shared(folder / "reference")
-                prepared.tolerance = Tolerance(**json.loads((folder / "tolerance.json").read_text()))
+                add_batches(prepared)
+                _map(prepared, folder)
         context = RankContext(mesh, rank, _board(mesh, folder if one_host else None, store), scenario.timeout)
         join_groups(context, dist.PrefixStore("groups", store))
         context.transport = context.transport if scenario.mode == "real" else None
@@ -110,13 +108,35 @@ def _share(scenario: Scenario, out_dir: Path | None, mesh: Mesh, rank: int) -> t
 
 
 def _publish(prepared: Prepared, folder: Path) -> None:
-    for name in ("weights", "reference"):
-        (folder / name).mkdir()
-    write_shared([dict(prepared.weights)], folder / "weights")
-    write_shared([dict(prepared.reference)], folder / "reference")
-    (folder / "tolerance.json").write_text(json.dumps(asdict(prepared.tolerance)))
+    write_shared([dict(prepared.weights)], _made(folder / "weights"))
+    for number, part in enumerate(prepared.parts):
+        write_shared([dict(part.reference)], _made(folder / f"reference{number}"))
+        (folder / f"tolerance{number}.json").write_text(json.dumps(asdict(part.tolerance)))
+    for dp, part in enumerate(prepared.schedule[0]):
+        if part.batch is not None:
+            layers = enumerate(zip(part.batch.latent_caches, part.batch.index_caches))
+            caches = {f"{kind}.{n}": c for n, pair in layers for kind, c in zip(("latent", "index"), pair)}
+            write_shared([caches], _made(folder / f"caches{dp}"))
     with (folder / "board").open("wb") as file:
         file.truncate(Board.size_of(prepared.mesh.size))
+
+
+def _map(prepared: Prepared, folder: Path) -> None:
+    """What the host's leader published."""
+    add_weights(prepared, map_shared(folder / "weights"))
+    for number, part in enumerate(prepared.parts):
+        part.reference = map_shared(folder / f"reference{number}")
+        part.tolerance = Tolerance(**json.loads((folder / f"tolerance{number}.json").read_text()))
+    for dp, part in enumerate(prepared.schedule[0]):
+        assert part.batch is not None
+        caches, layers = map_shared(folder / f"caches{dp}"), range(prepared.config.num_hidden_layers)
+        latent, index = ([caches[f"{kind}.{n}"] for n in layers] for kind in ("latent", "index"))
+        part.batch = replace(part.batch, latent_caches=latent, index_caches=index)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _board(mesh: Mesh, folder: Path | None, store: dist.Store) -> Board:

@@ -1,6 +1,7 @@
 """From a wrong boundary to the first wrong node: a second run keeps every value between the last right boundaries and
 the wrong one, on all ranks; the first node whose inputs are right and whose output is not is diagnosed."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from emulator.trace.summary import layer_of
 from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin
 from emulator.verify.choices import is_choice
 from emulator.verify.diagnosis import diagnose
-from emulator.verify.expected import Expectation
+from emulator.verify.expected import Expectation, Peer
 from emulator.verify.reference import Tolerance
 from emulator.verify.scene import Scene
 
@@ -28,7 +29,8 @@ class Case:
     """What was run: graphs, ranks and weights; names whose reference values the run had; and how to run it again.
 
     reference_of(names): reference values of Program nodes, with tolerances. capture(names): by rank, values and token
-    ids of rank-graph nodes.
+    ids of rank-graph nodes. mesh: of the ranks
+    that run this graph, those of one dp rank.
     """
 
     program: Program
@@ -40,13 +42,20 @@ class Case:
     capture: Callable[[frozenset[str]], list[Captured]]
 
 
-def case_of(prepared: Prepared) -> Case:
+def case_of(prepared: Prepared, step: int, dp: int) -> Case:
+    """One dp rank's part of a step."""
+    whole, part = prepared.mesh, prepared.schedule[step][dp]
+    ranks = [r for r in range(whole.size) if whole.index("dp", r) == dp]
+    mesh = whole if whole.dp == 1 else Mesh(tp=whole.tp, ep=math.gcd(whole.ep, whole.tp))
+
     def capture(names: frozenset[str]) -> list[Captured]:
-        return World(prepared.mesh, timeout=prepared.scenario.timeout).run(capture_on_rank, prepared, names)
+        world = World(whole, timeout=prepared.scenario.timeout)
+        found = world.run(capture_on_rank, prepared, step, names)
+        return [found[rank] for rank in ranks]
 
     return Case(
-        prepared.program, prepared.rank_graph, prepared.mesh, prepared.weights, set(prepared.reference),
-        lambda names: reference_of(prepared, names), capture,
+        prepared.program, part.rank_graph, mesh, prepared.weights, set(part.reference),
+        lambda names: reference_of(part, names), capture,
     )  # fmt: skip
 
 
@@ -86,7 +95,7 @@ def _hear(case: Case, nodes: list[fx.Node]) -> Witnesses:
     mesh, tokens = case.mesh, case.rank_graph.tokens
     reference, tolerance = case.reference_of({o for o in map(value_origin, nodes) if o})
     captured = case.capture(frozenset(n.name for node in nodes for n in (node, *node.all_input_nodes)))
-    expectations = [Expectation(case.program, mesh, rank, tokens, reference) for rank in range(mesh.size)]
+    expectations = [Expectation(case.program, mesh, rank, [Peer(tokens, reference)]) for rank in range(mesh.size)]
     choices = {node.name for node in case.program.graph.nodes if is_choice(node)}
     return Witnesses(mesh, tokens, captured, expectations, reference, tolerance, choices)
 

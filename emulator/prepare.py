@@ -1,7 +1,7 @@
 """What a run needs before any rank starts: graph, contract, weights, batch and reference values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -9,27 +9,33 @@ from torch import Tensor
 from emulator.errors import LayoutError
 from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
-from emulator.layout.plan import load_plan, module_pattern
+from emulator.layout.placement import Tokens
+from emulator.layout.plan import module_pattern, plan_for
 from emulator.layout.rank_graph import RankGraph, Violation
-from emulator.model.batch import Request, build_batch, own_caches
+from emulator.model.batch import Request, batch_inputs, own_caches
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch
 from emulator.model.program import Program, build_program
 from emulator.model.weights import Checkpoint, seeded, weight_groups
+from emulator.model.workload import build_workload, phase_of
 from emulator.passes.apply import apply_pass
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
-from emulator.scenario import Scenario
+from emulator.scenario import Scenario, StepRequests
 from emulator.trace.record import fresh_folder
 from emulator.verify.choices import is_choice
 from emulator.verify.contract import Contract, load_contract, symbols_of
-from emulator.verify.expected import choices_needed
-from emulator.verify.reference import Tolerance, run_reference, tolerances
+from emulator.verify.expected import Peer, choices_needed
+from emulator.verify.reference import Tolerance, largest_tolerance, run_reference, tolerances
 
 
 @dataclass
 class Prepared:
-    """All that is the same on every rank, built once. weights and reference are empty in shape mode."""
+    """One step of one dp rank: all that is the same on its ranks, built once.
+
+    weights (the same in all parts) and reference are empty in shape mode. batch: its caches are as they are before the
+    step. schedule: every step's parts, by dp rank; they share one schedule.
+    """
 
     scenario: Scenario
     config: ModelConfig
@@ -38,23 +44,61 @@ class Prepared:
     rank_graph: RankGraph
     contract: Contract | None
     symbols: dict[str, int]
-    batch: Batch | None
-    weights: Mapping[str, Tensor]
-    reference: Mapping[str, Tensor]
-    tolerance: Tolerance
     out_dir: Path | None
+    requests: tuple[Request, ...]
+    phase: str = "prefill"
+    batch: Batch | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    tolerance: Tolerance = field(default_factory=lambda: Tolerance({}, {}))
+    schedule: list[list["Prepared"]] = field(default_factory=list, repr=False)
+
+    @property
+    def parts(self) -> list["Prepared"]:
+        """All parts, step by step."""
+        return [part for step in self.schedule for part in step]
+
+    def peers(self, step: int) -> list[Peer]:
+        """Tokens and reference of every dp rank in a step: what this rank's experts may be sent."""
+        return [Peer(part.rank_graph.tokens, part.reference) for part in self.schedule[step]]
 
 
 def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool = False) -> Prepared:
-    """Builds and lowers the Program; in real mode also the weights (mapped), the batch and the reference run.
+    """Builds and lowers the Program; in real mode also the weights (mapped), the batches and the reference runs.
 
-    Raises UsageError for bad input, LayoutError when the static check refuses the plan.
+    Returns the first step's part of dp rank 0; its schedule holds all. Raises UsageError for bad input, LayoutError
+    when the static check refuses the plan.
     """
     config = scenario.config()
     mesh = scenario.mesh(config)
-    plan = load_plan(scenario.plan, scenario.variants)
     program = build_program(config, scenario.options())
-    rank_graph = lower(program, plan, mesh.sizes, scenario.tokens)
+    schedule = [
+        [_part(scenario, config, mesh, program, step, dp, out_dir) for dp in range(mesh.dp)]
+        for step in scenario.steps()
+    ]
+    first = schedule[0][0]
+    for step in schedule:
+        for part in step:
+            part.schedule = schedule
+    if out_dir is not None and not graph_only:
+        fresh_folder(out_dir)
+    if scenario.mode == "real" and not graph_only:
+        add_weights(first, load_weights(program, scenario))
+        add_batches(first)
+        add_references(first)
+    return first
+
+
+def _part(
+    scenario: Scenario, config: ModelConfig, mesh: Mesh, program: Program, step: StepRequests, dp: int,
+    out_dir: Path | None,
+) -> Prepared:  # fmt: skip
+    """One dp rank's graph of a step; phase and padding come from the requests of all."""
+    phase = phase_of(step)
+    plan = plan_for(scenario.plan, scenario.variants, phase)
+    counts = [sum(r.query for r in requests) for requests in step]
+    rows = max(counts) if plan.pad == "dp_max" else 0
+    rank_graph = lower(program, plan, mesh.sizes, Tokens(counts[dp], mesh.tp, rows))
     for spec in scenario.passes:
         rank_graph = apply_pass(rank_graph, program.parameters, spec)
     rank_graph = inject_in_graph(scenario.fault, rank_graph)
@@ -63,16 +107,7 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     named = scenario.contract or (plan.contract if not scenario.passes else None)
     contract = load_contract(named) if named else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
-    if out_dir is not None and not graph_only:
-        fresh_folder(out_dir)
-    prepared = Prepared(
-        scenario, config, mesh, program, rank_graph, contract, symbols, None, {}, {}, Tolerance({}, {}), out_dir
-    )
-    if scenario.mode == "real" and not graph_only:
-        prepared.weights = load_weights(program, scenario)
-        add_batch(prepared)
-        add_reference(prepared)
-    return prepared
+    return Prepared(scenario, config, mesh, program, rank_graph, contract, symbols, out_dir, tuple(step[dp]), phase)
 
 
 def told_violations(rank_graph: RankGraph, passes: list[str]) -> str:
@@ -100,28 +135,55 @@ def load_weights(program: Program, scenario: Scenario) -> dict[str, Tensor]:
         remove_shared(folder)
 
 
-def add_batch(prepared: Prepared) -> None:
-    """One prefill request of the scenario's tokens, with empty caches."""
+def add_weights(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:
+    for part in prepared.parts:
+        part.weights = weights
+
+
+def add_batches(prepared: Prepared) -> None:
+    """The batches of all steps; a step's caches are filled in as the reference reaches it (add_references)."""
     scenario = prepared.scenario
-    prepared.batch = build_batch(
-        prepared.config, [Request(scenario.tokens)], seed=scenario.seed, dtype=scenario.torch_dtype,
-        block_size=prepared.program.options.block_size,
-    )  # fmt: skip
+    for dp, parts in enumerate(zip(*prepared.schedule)):
+        workload = build_workload(
+            prepared.config, [part.requests for part in parts], seed=scenario.seed, dp_index=dp,
+            dtype=scenario.torch_dtype, block_size=prepared.program.options.block_size,
+        )  # fmt: skip
+        for part, batch in zip(parts, workload.steps):
+            part.batch = batch
+        if workload.prefix is not None and prepared.weights:
+            inputs = batch_inputs(workload.prefix)  # the caches are written in place: they are the first step's
+            run_reference(prepared.program, prepared.weights, inputs, keep=set())
 
 
-def add_reference(prepared: Prepared) -> None:
-    """Runs the reference for every value that a rank will be compared with."""
-    at = {node.name: node.meta["origin"] for node in prepared.rank_graph.graph.nodes}
-    keep = {at[b.node] for b in prepared.rank_graph.boundaries if at[b.node]}
-    prepared.reference, prepared.tolerance = reference_of(prepared, keep)
+def add_references(prepared: Prepared) -> None:
+    """Runs the reference, step by step on the same caches, for every value that a rank will be compared with."""
+    for parts in zip(*prepared.schedule):
+        for step, part in enumerate(parts):
+            at = {node.name: node.meta["origin"] for node in part.rank_graph.graph.nodes}
+            keep = {at[b.node] for b in part.rank_graph.boundaries if at[b.node]}
+            part.reference, part.tolerance, caches = _run_part(part, keep)
+            if step + 1 < len(parts):
+                following = parts[step + 1]
+                following.batch = replace(following.batch, **caches)
+    for step in prepared.schedule:
+        tolerance = largest_tolerance([part.tolerance for part in step])  # experts hold rows of every dp rank
+        for part in step:
+            part.tolerance = tolerance
 
 
-def reference_of(prepared: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Tolerance]:
+def reference_of(part: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Tolerance]:
     """The reference's values of these Program nodes, and of all discrete choices, with their tolerances."""
-    scenario, program = prepared.scenario, prepared.program
-    assert prepared.batch is not None
+    return _run_part(part, names)[:2]
+
+
+def _run_part(part: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Tolerance, dict[str, list[Tensor]]]:
+    """(values, tolerances, caches after the step)."""
+    scenario, program = part.scenario, part.program
+    assert part.batch is not None
     keep = names | choices_needed(program) | {node.name for node in program.graph.nodes if is_choice(node)}
-    inputs = own_caches(prepared.batch)
-    reference = run_reference(program, prepared.weights, inputs, keep=keep)
-    inputs = own_caches(prepared.batch)
-    return reference, tolerances(program, prepared.weights, inputs, reference, scenario.torch_dtype, scenario.seed)
+    inputs = own_caches(part.batch)
+    reference = run_reference(program, part.weights, inputs, keep=keep)
+    caches = {name: inputs[name] for name in ("latent_caches", "index_caches")}
+    again = own_caches(part.batch)
+    tolerance = tolerances(program, part.weights, again, reference, scenario.torch_dtype, scenario.seed)
+    return reference, tolerance, caches

@@ -22,34 +22,28 @@ from emulator.runtime.shape_mode import ShapeMode
 from emulator.trace.record import TraceWriter
 from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
 from emulator.verify.blame import Captured
-from emulator.verify.contract import check_trace
+from emulator.verify.contract import Breach, check_trace
 from emulator.verify.values import ValueCheck, ValueReport
 
 
 def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
-    """One rank's part: executes the graph, writes the trace, checks values and contract. Returns its report."""
-    scenario, rank_graph, rank = prepared.scenario, prepared.rank_graph, context.rank
+    """One rank's part: runs its steps on one set of caches, writes the trace, checks values and contract of each.
+    Returns its report."""
+    rank, dp = context.rank, prepared.mesh.index("dp", context.rank)
     path = prepared.out_dir / f"rank_{rank}.jsonl" if prepared.out_dir else None
     writer = TraceWriter(path, trace_header(prepared, rank))
-    common = _common(prepared, context, writer)
-    values: ValueReport | None = None
+    steps: list[dict[str, Any]] = []
+    caches: dict[str, Any] = {}
     try:
         with torch.no_grad():
-            if scenario.mode == "shape":
-                _run_shapes(prepared, rank, common)
-            else:
-                values = _run_values(prepared, rank, common)[0]
+            for number, parts in enumerate(prepared.schedule):
+                steps.append(_run_step(parts[dp], number, context, writer, caches))
     finally:
         writer.close()
-    breaches = []
-    if prepared.contract is not None:
-        breaches = check_trace(prepared.contract, writer.records, prepared.symbols, rank_graph.plan.variants)
     log = json.dumps(collective_log(writer.records))
     return {
         "rank": rank,
-        "values": asdict(values) if values else None,
-        "breaches": [asdict(b) for b in breaches[:50]],
-        "num_breaches": len(breaches),
+        "steps": steps,
         "log_hash": hashlib.sha256(log.encode()).hexdigest(),
         "collectives": summarise_collectives(writer.records) if rank == 0 else None,
         "boundaries": summarise_boundaries(writer.records) if rank == 0 else None,
@@ -58,40 +52,68 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     }
 
 
-def capture_on_rank(prepared: Prepared, names: frozenset[str], context: RankContext) -> Captured:
-    """The same run again, without trace or contract: the values and token ids of the named nodes on this rank."""
+def _run_step(
+    part: Prepared, number: int, context: RankContext, writer: TraceWriter, caches: dict[str, Any]
+) -> dict[str, Any]:
+    """{values, breaches, num_breaches} of one step. caches: of the steps before, empty at first."""
+    first_record = len(writer.records)
+    writer.append({"kind": "step", "step": number, **step_header(part)})
+    common = _common(part, context, writer)
+    values: ValueReport | None = None
+    if part.scenario.mode == "shape":
+        _run_shapes(part, number, context.rank, common)
+    else:
+        values = _run_values(part, number, context.rank, common, caches)[0]
+    breaches: list[Breach] = []
+    if part.contract is not None:
+        records = writer.records[first_record:]
+        breaches = check_trace(part.contract, records, part.symbols, part.rank_graph.plan.variants)
+    return {
+        "values": asdict(values) if values else None,
+        "breaches": [asdict(b) for b in breaches[:50]],
+        "num_breaches": len(breaches),
+    }
+
+
+def capture_on_rank(prepared: Prepared, step: int, names: frozenset[str], context: RankContext) -> Captured:
+    """The same run again up to a step, without trace or contract: values and token ids of that step's named nodes."""
+    caches: dict[str, Any] = {}
+    captured: Captured = {}
+    dp = prepared.mesh.index("dp", context.rank)
     with torch.no_grad():
-        return _run_values(prepared, context.rank, _common(prepared, context, TraceWriter(None, {})), names)[1]
+        for number, parts in enumerate(prepared.schedule[: step + 1]):
+            common = _common(parts[dp], context, TraceWriter(None, {}))
+            wanted = names if number == step else frozenset()
+            captured = _run_values(parts[dp], number, context.rank, common, caches, wanted)[1]
+    return captured
 
 
-def _common(prepared: Prepared, context: RankContext, writer: TraceWriter) -> dict[str, Any]:
-    collectives = Collectives(prepared.mesh, context.rank, context.board, context.transport, context.timeout)
+def _common(part: Prepared, context: RankContext, writer: TraceWriter) -> dict[str, Any]:
+    collectives = Collectives(part.mesh, context.rank, context.board, context.transport, context.timeout)
     collectives.log = context.log
     return {
-        "mesh": prepared.mesh, "rank": context.rank, "collectives": collectives, "board": context.board,
-        "writer": writer,
+        "mesh": part.mesh, "rank": context.rank, "collectives": collectives, "board": context.board,
+        "writer": writer, "phase": part.phase,
     }  # fmt: skip
 
 
 def _run_values(
-    prepared: Prepared, rank: int, common: dict[str, Any], capture: frozenset[str] = frozenset()
-) -> tuple[ValueReport, Captured]:
-    assert prepared.batch is not None
+    part: Prepared, number: int, rank: int, common: dict[str, Any], caches: dict[str, Any],
+    capture: frozenset[str] = frozenset(),
+) -> tuple[ValueReport, Captured]:  # fmt: skip
+    assert part.batch is not None
     check = ValueCheck(
-        prepared.program, prepared.rank_graph, prepared.mesh, rank, prepared.reference, prepared.tolerance,
-        force_choices=prepared.scenario.dtype != "float64",
+        part.program, part.rank_graph, part.mesh, rank, part.peers(number), part.tolerance,
+        force_choices=part.scenario.dtype != "float64",
     )  # fmt: skip
-    inputs = own_caches(prepared.batch)
-    site = inject_on_rank(
-        prepared.scenario.fault, prepared.rank_graph, prepared.mesh, rank, prepared.weights, inputs
-    )  # fmt: skip
+    inputs = {**own_caches(part.batch), **caches}
+    caches.update({name: inputs[name] for name in ("latent_caches", "index_caches")})
+    site = inject_on_rank(part.scenario.fault, part.rank_graph, part.mesh, rank, part.weights, inputs)
     if site is not None:
         common = {**common, "collectives": FaultyCollectives(common["collectives"], site.stand_ins)}
     executor = Executor(
-        site.rank_graph if site else prepared.rank_graph,
-        weights=site.weight
-        if site
-        else lambda name, layout: local_shard(prepared.weights[name], layout, prepared.mesh, rank),
+        site.rank_graph if site else part.rank_graph,
+        weights=site.weight if site else lambda name, layout: local_shard(part.weights[name], layout, part.mesh, rank),
         inputs=inputs,
         observer=check,
         capture=capture,
@@ -101,32 +123,34 @@ def _run_values(
     return check.report, executor.captured
 
 
-def _run_shapes(prepared: Prepared, rank: int, common: dict[str, Any]) -> None:
-    config = prepared.config
+def _run_shapes(part: Prepared, number: int, rank: int, common: dict[str, Any]) -> None:
+    config = part.config
+    tokens = [peer.tokens for peer in part.peers(number)]
     shapes = ShapeMode(
-        prepared.mesh, rank, prepared.rank_graph.tokens, config.n_routed_experts, config.num_experts_per_tok,
-        prepared.scenario.torch_dtype,
-    )  # fmt: skip
-    parameters = prepared.program.parameters
+        part.mesh, rank, tokens, config.n_routed_experts, config.num_experts_per_tok, part.scenario.torch_dtype
+    )
+    parameters = part.program.parameters
     with FakeTensorMode():
         Executor(
-            prepared.rank_graph,
+            part.rank_graph,
             weights=lambda name, layout: shapes.weight(name, tuple(parameters[name].shape), layout),
-            inputs=build_batch_shapes(prepared),
+            inputs=build_batch_shapes(part),
             shapes=shapes,
             **common,
         ).run()
 
 
-def build_batch_shapes(prepared: Prepared) -> dict[str, Any]:
-    """Graph inputs of one prefill request under the current fake mode."""
-    config, tokens = prepared.config, prepared.scenario.tokens
-    block = prepared.program.options.block_size
-    slots, dtype = (-(-tokens // block) + 1) * block, prepared.scenario.torch_dtype
+def build_batch_shapes(part: Prepared) -> dict[str, Any]:
+    """Graph inputs of the part's requests under the current fake mode."""
+    config, block = part.config, part.program.options.block_size
+    requests = [r for r in part.requests if r.query]
+    tokens, dtype = sum(r.query for r in requests), part.scenario.torch_dtype
+    blocks = [-(-(r.query + r.context) // block) for r in requests]
+    slots = (sum(blocks) + 1) * block
     latent = torch.empty((slots, config.kv_lora_rank + config.qk_rope_head_dim), dtype=dtype)
     index = torch.empty((slots, config.index_head_dim), dtype=dtype)
     ids = torch.empty(tokens, dtype=torch.int64)
-    lens = torch.empty(1, dtype=torch.int64)
+    lens = torch.empty(len(requests), dtype=torch.int64)
     return {
         "input_ids": ids,
         "positions": ids.clone(),
@@ -134,19 +158,27 @@ def build_batch_shapes(prepared: Prepared) -> dict[str, Any]:
         "token_mask": torch.empty(tokens, dtype=torch.bool),
         "query_lens": lens,
         "kv_lens": lens.clone(),
-        "block_table": torch.empty((1, -(-tokens // block)), dtype=torch.int64),
+        "block_table": torch.empty((len(requests), max(blocks, default=1)), dtype=torch.int64),
         "latent_caches": [latent] * config.num_hidden_layers,
         "index_caches": [index] * config.num_hidden_layers,
     }
 
 
 def trace_header(prepared: Prepared, rank: int) -> dict[str, Any]:
-    """First line of a rank's trace: all that a check needs without the scenario."""
+    """First line of a rank's trace: what is the same in all its steps."""
     scenario = prepared.scenario
     return {
-        "rank": rank, "scenario": scenario.name, "model": scenario.model, "plan": prepared.rank_graph.plan.name,
-        "variants": dict(prepared.rank_graph.plan.variants), "mesh": prepared.mesh.describe(), "mode": scenario.mode,
-        "dtype": scenario.dtype, "symbols": prepared.symbols,
+        "rank": rank, "scenario": scenario.name, "model": scenario.model, "mesh": prepared.mesh.describe(),
+        "mode": scenario.mode, "dtype": scenario.dtype,
+    }  # fmt: skip
+
+
+def step_header(part: Prepared) -> dict[str, Any]:
+    """First record of a step: all that a check of it needs without the scenario."""
+    plan = part.rank_graph.plan
+    return {
+        "phase": part.phase, "plan": plan.name, "variants": dict(plan.variants), "symbols": part.symbols,
+        "requests": [[r.query, r.context] for r in part.requests],
     }  # fmt: skip
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from emulator import profiles
 from emulator.errors import UsageError, first_problem
+from emulator.model.batch import Request
 from emulator.model.config import ModelConfig, load_config, model_folder
 from emulator.model.layers import ProgramOptions
 from emulator.runtime.mesh import Mesh
@@ -25,10 +26,35 @@ class Parallel(BaseModel):
     ep: PositiveInt | None = None
 
 
+StepRequests = list[list[Request]]  # by dp rank
+
+
+class RequestSpec(BaseModel):
+    """q: new tokens of this step (0: the request sits out). context: tokens already in the caches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    q: NonNegativeInt
+    context: NonNegativeInt = 0
+
+
+class StepSpec(BaseModel):
+    """requests: of the one dp rank, or a list for each dp rank. The i-th request of every step is the same sequence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    requests: list[RequestSpec] | list[list[RequestSpec]]
+
+    def by_dp_rank(self) -> StepRequests:
+        ranks = [r for r in self.requests if isinstance(r, list)]
+        if len(ranks) != len(self.requests) or not ranks:
+            ranks = [[r for r in self.requests if isinstance(r, RequestSpec)]]
+        return [[Request(r.q, r.context) for r in requests] for requests in ranks]
+
+
 class Scenario(BaseModel):
     """model x plan x parallel sizes x workload.
 
-    model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json to change.
+    tokens: of one prefill request per dp rank, where no step is given. step: batches that run one after the other on
+    the same caches. model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json to change.
     weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over the rank
     graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
     faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do).
@@ -41,6 +67,7 @@ class Scenario(BaseModel):
     plan: str = "dsa_cp"
     parallel: Parallel = Parallel()
     tokens: PositiveInt = 256
+    step: list[StepSpec] = []
     layers: PositiveInt | None = None
     model_sizes: dict[str, int] = {}
     mode: Literal["real", "shape"] = "real"
@@ -61,11 +88,25 @@ class Scenario(BaseModel):
 
     def mesh(self, config: ModelConfig) -> Mesh:
         parallel = self.parallel
-        if parallel.dp != 1:
-            raise UsageError(f"dp {parallel.dp}: only dp 1 is supported so far")
         world = parallel.dp * parallel.tp
         ep = math.gcd(world, config.n_routed_experts) if parallel.ep is None else parallel.ep
         return Mesh(tp=parallel.tp, dp=parallel.dp, ep=ep)
+
+    def steps(self) -> list[StepRequests]:
+        """Every step's requests, by dp rank. UsageError when a step does not say them for each dp rank."""
+        dp = self.parallel.dp
+        if not self.step:
+            return [[[Request(self.tokens)] for _ in range(dp)]]
+        found = [step.by_dp_rank() for step in self.step]
+        for number, ranks in enumerate(found):
+            if len(ranks) != dp:
+                raise UsageError(f"step {number}: requests of {len(ranks)} dp ranks, but dp is {dp}")
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all steps and dp ranks."""
+        return sum(r.query for step in self.steps() for requests in step for r in requests)
 
     def options(self) -> ProgramOptions:
         return ProgramOptions() if self.latent_norm_eps == "hf" else ProgramOptions(latent_norm_eps=None)
@@ -73,6 +114,23 @@ class Scenario(BaseModel):
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+
+def parse_requests(text: str) -> StepSpec:
+    """The command line's form of a step: q:context,q:context,... and `/` between dp ranks; context 0 may be left out.
+
+    Raises UsageError for what is no such list.
+    """
+    ranks = []
+    for part in text.split("/"):
+        requests = []
+        for item in filter(None, part.split(",")):
+            q, _, context = item.partition(":")
+            if not q.isdigit() or not (context or "0").isdigit():
+                raise UsageError(f"--requests {text}: {item!r} is not q or q:context (such as 5:0,3:10)")
+            requests.append(RequestSpec(q=int(q), context=int(context or 0)))
+        ranks.append(requests)
+    return StepSpec(requests=ranks)
 
 
 def load_scenario(name: str, overrides: dict[str, Any] | None = None) -> Scenario:

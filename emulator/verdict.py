@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from emulator.layout.rank_graph import Violation
+from emulator.layout.windows import GlobalBatch, check_invariants, local_batches
 from emulator.prepare import Prepared
 from emulator.trace.summary import layer_of
 
@@ -16,8 +18,8 @@ def summarise(
     """The summary object of `--json`, also written to out_dir/summary.json. culprit: what locate.locate found."""
     scenario, plan = prepared.scenario, prepared.rank_graph.plan
     checks, failures = _checks(prepared, reports)
-    values = [r["values"] for r in reports if r["values"]]
-    first = min(failures, key=lambda f: (f["order"], f["rank"]), default=None)
+    values = [step["values"] for r in reports for step in r["steps"] if step["values"]]
+    first = min(failures, key=lambda f: (f["step"], f["order"], f["rank"]), default=None)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     summary = {
         "scenario": scenario.name,
@@ -25,7 +27,8 @@ def summarise(
         "plan": plan.name,
         "variants": dict(plan.variants),
         "parallel": {"tp": prepared.mesh.tp, "dp": prepared.mesh.dp, "ep": prepared.mesh.ep},
-        "tokens": scenario.tokens,
+        "tokens": scenario.num_tokens,
+        "steps": _steps(prepared),
         "layers": prepared.config.num_hidden_layers,
         "mode": scenario.mode,
         "dtype": scenario.dtype,
@@ -53,51 +56,89 @@ def summarise(
     return summary
 
 
+def _steps(prepared: Prepared) -> list[dict[str, Any]]:
+    """What each step runs: phase, plan, and by dp rank its tokens, padded rows and [query, context] of its requests."""
+    return [
+        {
+            "phase": parts[0].phase, "plan": parts[0].rank_graph.plan.name,
+            "tokens": [part.rank_graph.tokens.real for part in parts],
+            "padded": [part.rank_graph.tokens.padded for part in parts],
+            "requests": [[[r.query, r.context] for r in part.requests] for part in parts],
+        }
+        for parts in prepared.schedule
+    ]  # fmt: skip
+
+
+def failures_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Wrong values of all ranks and steps."""
+    return [
+        {**failure, "step": number}
+        for report in reports
+        for number, step in enumerate(report["steps"])
+        if step["values"]
+        for failure in step["values"]["failures"]
+    ]
+
+
 def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """([{name, passed, detail}], failures that name a module and a rank)."""
     checks: list[dict[str, Any]] = []
-    failures: list[dict[str, Any]] = []
 
-    def add(name: str, passed: bool, detail: str) -> None:
-        checks.append({"name": name, "passed": passed, "detail": detail})
+    def add(name: str, problem: str, otherwise: str) -> None:
+        checks.append({"name": name, "passed": not problem, "detail": problem or otherwise})
 
-    violations = prepared.rank_graph.violations
-    text = (
-        f"{len(violations)} broken rules, run on request; first: {violations[0]}"
-        if violations
-        else "every op's layout rule holds"
-    )
-    add("static layout", not violations, text)
-    for v in violations[:1]:
-        sides = {"expected": {"layout": v.allowed}, "found": {"layout": v.found}}
-        place = {"layer": layer_of(v.module), "module": v.module, "port": "inside", "rank": 0, "order": 2 * 10**9}
-        failures.append({**place, **sides, "detail": v.reason})
-    values = [r for r in reports if r["values"]]
-    if values:
-        found = [f for r in values for f in r["values"]["failures"]]
+    violations = [(number, v) for number, step in enumerate(prepared.schedule) for v in step[0].rank_graph.violations]
+    failures = [_of_violation(number, v) for number, v in violations[:1]]
+    broken = f"{len(violations)} broken rules, run on request; first: {violations[0][1]}" if violations else ""
+    add("static layout", broken, "every op's layout rule holds")
+    if prepared.scenario.mode == "real":
+        found = failures_of(reports)
         failures += found
-        checked = sum(r["values"]["checked"] for r in values)
-        bad = len({f["rank"] for f in found})
+        checked = sum(step["values"]["checked"] for r in reports for step in r["steps"])
         detail = f"{checked} boundary values on {len(reports)} ranks"
-        add("values", not found, detail + (f"; wrong on {bad} ranks" if bad else " equal the one-process reference"))
-    if prepared.contract is not None:
-        breaches = [(r["rank"], b) for r in reports for b in r["breaches"]]
-        keys = ("layer", "module", "port", "expected", "found", "detail")
-        failures += [{**{k: b[k] for k in keys}, "rank": rank, "order": 10**9 + b["seq"]} for rank, b in breaches]
-        total = sum(r["num_breaches"] for r in reports)
-        detail = (
-            breaches[0][1]["detail"]
-            if breaches
-            else "boundaries, shapes and exact collective counts hold on every rank"
-        )
-        add(
-            f"contract {prepared.scenario.contract or prepared.rank_graph.plan.contract}",
-            not breaches,
-            f"{total} breaches; first: {detail}" if breaches else detail,
-        )
+        bad = f"{detail}; wrong on {len({f['rank'] for f in found})} ranks" if found else ""
+        add("values", bad, f"{detail} equal the one-process reference")
+    problems = [problem for step in prepared.schedule for part in step for problem in _window_problems(part)]
+    add("windows", "; ".join(problems[:3]), "every real row has one owner, and sees its keys there")
+    for name, numbers in _contracts(prepared).items():
+        breaches = [(r["rank"], n, b) for r in reports for n in numbers for b in r["steps"][n]["breaches"]]
+        failures += [_of_breach(*breach) for breach in breaches]
+        total = sum(r["steps"][n]["num_breaches"] for r in reports for n in numbers)
+        detail = f"{total} breaches; first: {breaches[0][2]['detail']}" if breaches else ""
+        add(f"contract {name}", detail, "boundaries, shapes and exact collective counts hold on every rank")
     same = len({r["log_hash"] for r in reports}) == 1
-    add("collective order", same, "the same on every rank" if same else "ranks made different calls")
+    add("collective order", "" if same else "ranks made different calls", "the same on every rank")
     return checks, failures
+
+
+def _of_violation(step: int, violation: Violation) -> dict[str, Any]:
+    sides = {"expected": {"layout": violation.allowed}, "found": {"layout": violation.found}}
+    module = violation.module
+    place = {"step": step, "layer": layer_of(module), "module": module, "port": "inside", "rank": 0, "order": 2 * 10**9}
+    return {**place, **sides, "detail": violation.reason}
+
+
+def _of_breach(rank: int, step: int, breach: dict[str, Any]) -> dict[str, Any]:
+    told = {k: breach[k] for k in ("layer", "module", "port", "expected", "found", "detail")}
+    return {**told, "rank": rank, "step": step, "order": 10**9 + breach["seq"]}
+
+
+def _contracts(prepared: Prepared) -> dict[str, list[int]]:
+    """Contract name -> numbers of the steps that it is checked on."""
+    found: dict[str, list[int]] = {}
+    for number, (part, *_) in enumerate(prepared.schedule):
+        if part.contract is not None:
+            found.setdefault(part.scenario.contract or str(part.rank_graph.plan.contract), []).append(number)
+    return found
+
+
+def _window_problems(part: Prepared) -> list[str]:
+    """Broken invariants of the rows, lengths, positions and slots that each rank derives from the global batch."""
+    requests = [r for r in part.requests if r.query]
+    tokens = part.rank_graph.tokens
+    slots = part.batch.slots.tolist() if part.batch is not None else range(tokens.real)
+    batch = GlobalBatch(tuple(requests), tuple(slots), tokens.padded)
+    return check_invariants(batch, local_batches(batch, parts=tokens.parts))
 
 
 def _in_eps(values: list[dict[str, Any]], dtype: torch.dtype) -> float | None:

@@ -46,20 +46,22 @@ class _Value:
     dispatch: fx.Node | None = None
 
 
-def lower(program: Program, plan: Plan, sizes: Mapping[str, int], num_tokens: int) -> RankGraph:
-    """The rank graph of a Program under a plan. sizes: lengths of the mesh axes tp and ep.
+def lower(program: Program, plan: Plan, sizes: Mapping[str, int], tokens: Tokens | int) -> RankGraph:
+    """The rank graph of a Program under a plan. sizes: lengths of the mesh axes tp and ep. tokens: how they lie over
+    tp, or how many there are.
 
     Broken layout rules are collected in `violations`. Raises LayoutError where there is no way on, and UsageError when
     a weight does not divide.
     """
     plan.check_modules(program.modules)
-    return _Lowering(program, plan, sizes, num_tokens).run()
+    tokens = Tokens(tokens, sizes["tp"]) if isinstance(tokens, int) else tokens
+    return _Lowering(program, plan, sizes, tokens).run()
 
 
 class _Lowering:
-    def __init__(self, program: Program, plan: Plan, sizes: Mapping[str, int], num_tokens: int):
+    def __init__(self, program: Program, plan: Plan, sizes: Mapping[str, int], tokens: Tokens):
         self.program, self.plan, self.sizes = program, plan, sizes
-        self.tokens = Tokens(num_tokens, sizes["tp"])
+        self.tokens = tokens
         self.out = RankGraph(fx.Graph(), sizes, self.tokens, plan)
         self.values: dict[fx.Node, _Value] = {}
         self.converted: dict[tuple[fx.Node, str, Placement], _Value] = {}

@@ -17,14 +17,19 @@ Kind = Literal["token", "rows", "weight", "cache", "batch"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """How T real tokens lie over `parts` ranks: padded = ceil(T / parts) * parts, rank r owns [r*per, (r+1)*per)."""
+    """How T real tokens lie over `parts` ranks: padded = ceil(rows / parts) * parts, rank r owns [r*per, (r+1)*per).
+
+    rows: what is padded from, where a batch is larger than its real tokens (padding to the dp maximum); default: the
+    real tokens. A batch without tokens keeps one padding row per rank, so that its ranks join every collective.
+    """
 
     real: int
     parts: int
+    rows: int = 0
 
     @property
     def per(self) -> int:
-        return -(-self.real // self.parts)
+        return -(-max(self.real, self.rows, 1) // self.parts)
 
     @property
     def padded(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor.placement_types import Placement
@@ -24,12 +25,16 @@ class Row(BaseModel):
 
 
 class PlanFile(BaseModel):
-    """A plan's TOML file. `extends` names a plan whose rows, variants and contract come first; contract "" has none."""
+    """A plan's TOML file. `extends` names a plan whose rows, variants, contract, pad and decode come first; contract ""
+    has none. pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks. decode: the
+    plan of decode steps, in place of this one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     description: str
     extends: str | None = None
     contract: str | None = None
+    pad: Literal["own", "dp_max"] | None = None
+    decode: str | None = None
     modules: dict[str, Row] = {}
     variants: dict[str, "Variant"] = {}
 
@@ -51,6 +56,8 @@ class Plan:
     contract: str | None
     variants: Mapping[str, str]
     rows: Mapping[str, Row]
+    pad: Literal["own", "dp_max"] = "own"
+    decode: str | None = None
 
     def row(self, module: str) -> Row | None:
         """The row that applies to a module: `*` in a pattern stands for the layer number."""
@@ -149,7 +156,19 @@ def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
         if row.weight:
             parse_weight(row.weight, where)
     contract = next((f.contract for f in reversed(chain) if f.contract is not None), None) or None
-    return Plan(stem, file.description, contract, settled, rows)
+    pad: Literal["own", "dp_max"] = next((f.pad for f in reversed(chain) if f.pad is not None), "own")
+    decode = next((f.decode for f in reversed(chain) if f.decode is not None), None) or None
+    return Plan(stem, file.description, contract, settled, rows, pad, decode)
+
+
+def plan_for(name: str, variants: Mapping[str, str] | None, phase: str) -> Plan:
+    """The plan of a step: phase is part of the decision. A decode step runs under the plan's `decode` plan, if it names
+    one, with those of the variants that both offer. Raises UsageError as load_plan does."""
+    plan = load_plan(name, variants)
+    if phase != "decode" or plan.decode is None:
+        return plan
+    offered = load_plan(plan.decode).variants
+    return load_plan(plan.decode, {k: v for k, v in (variants or {}).items() if k in offered})
 
 
 def _merge(rows: dict[str, Row], added: Mapping[str, Row]) -> None:

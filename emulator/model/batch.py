@@ -1,6 +1,7 @@
 """The batch of one step: packed token ids, positions, lengths, block tables and slots, and empty paged caches."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,11 +61,16 @@ def empty_caches(config: ModelConfig, num_slots: int, dtype: torch.dtype) -> tup
     )
 
 
-def own_caches(batch: Batch) -> dict[str, object]:
+def own_caches(batch: Batch) -> dict[str, Any]:
     """The batch as graph inputs, with caches that the caller may write."""
     own = replace(
         batch,
         latent_caches=[c.clone() for c in batch.latent_caches],
         index_caches=[c.clone() for c in batch.index_caches],
     )
-    return {f.name: getattr(own, f.name) for f in fields(own)}
+    return batch_inputs(own)
+
+
+def batch_inputs(batch: Batch) -> dict[str, Any]:
+    """The batch as graph inputs, by name; its caches are written in place."""
+    return {f.name: getattr(batch, f.name) for f in fields(batch)}

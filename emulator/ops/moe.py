@@ -46,7 +46,7 @@ def _moe_topk(
     """
     scores = logits.sigmoid()
     choice = scores + bias.to(scores.dtype)
-    grouped = choice.view(choice.shape[0], n_group, -1)
+    grouped = choice.view(choice.shape[0], n_group, choice.shape[1] // n_group)
     group_scores = grouped.topk(2, dim=-1).values.sum(-1)
     kept = torch.zeros_like(group_scores, dtype=torch.bool)
     kept.scatter_(1, group_scores.topk(topk_group, dim=-1, sorted=False).indices, True)

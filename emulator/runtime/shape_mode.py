@@ -5,7 +5,7 @@ no values to go by, so expert loads are taken as even: row g = token * k + choic
 can work out every split size by itself, ranks agree, and experts differ by one row at most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from emulator.runtime.rank_weights import fake_shard
 
 
 class ShapeMode:
-    """One rank's stand-ins for values. k: experts per token. Use inside a FakeTensorMode."""
+    """One rank's stand-ins for values. tokens: of every dp rank; k: experts per token. Use inside a FakeTensorMode."""
 
-    def __init__(self, mesh: Mesh, rank: int, tokens: Tokens, num_experts: int, k: int, dtype: torch.dtype):
+    def __init__(self, mesh: Mesh, rank: int, tokens: Sequence[Tokens], num_experts: int, k: int, dtype: torch.dtype):
         self.mesh, self.dtype = mesh, dtype
         self._known: dict[Any, Any] = {}
         sources = mesh.members("ep", rank)
-        per_source = [_expert_counts(tokens.window(mesh.index("tp", s)), num_experts, k) for s in sources]
+        windows = [tokens[mesh.index("dp", s)].window(mesh.index("tp", s)) for s in sources]
+        per_source = [_expert_counts(window, num_experts, k) for window in windows]
         me, held = mesh.index("ep", rank), num_experts // mesh.ep
         mine = per_source[me]
         self.num_rows = sum(mine)

@@ -1,6 +1,9 @@
 """Trace schema: one JSON object a line, one file per rank, appended as it happens.
 
-The first line is a header {schema, rank, mesh, symbols, variants, ...}. Then, by `kind`:
+The first line is a header {schema, rank, mesh, scenario, model, mode, dtype}. Then, by `kind`:
+
+step: what the records up to the next one belong to: step (number), phase, plan, variants, symbols, requests ([query,
+context] of each).
 
 op: seq, node (graph name), op, module (qualified name), layer, phase, group (mesh axis or null), inputs and outputs
 (lists of {shape, dtype, layout}), attrs (static arguments), window ([start, end) of this rank's real tokens, for local
@@ -12,13 +15,24 @@ layout, window: a value crossing a module's edge.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from emulator.errors import UsageError
 
 SCHEMA = 1
+
+
+def steps_of(records: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(step record, records of the step), in order."""
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for record in records:
+        if record["kind"] == "step":
+            found.append((record, []))
+        elif found:
+            found[-1][1].append(record)
+    return found
 
 
 class TraceWriter:

@@ -18,6 +18,7 @@ from emulator.errors import UsageError, first_problem
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import module_pattern
 from emulator.model.config import ModelConfig
+from emulator.trace.record import steps_of
 from emulator.trace.summary import COUNTED
 
 Scope = Literal["model", "layer", "later_layer", "dense_layer", "moe_layer"]  # later: all but the first
@@ -235,8 +236,8 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
 
 
 def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Checks the (header, records) of every rank: {verdict, ranks, breaches [{rank, module, layer, expected, found,
-    detail}]}."""
+    """Checks every step in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module, layer,
+    expected, found, detail}]}."""
     mesh = traces[0][0].get("mesh")
     size = math.prod(length for axis, length in mesh.items() if axis != "ep") if mesh else 0
     missing = set(range(size)) - {header["rank"] for header, _ in traces}
@@ -244,6 +245,7 @@ def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list
         raise UsageError(f"traces of ranks {', '.join(map(str, sorted(missing)))} are missing")
     breaches = []
     for header, records in traces:
-        found = check_trace(contract, records, header["symbols"], header["variants"])
-        breaches += [{"rank": header["rank"], **vars(b)} for b in found]
+        for step, of_step in steps_of(records):
+            found = check_trace(contract, of_step, step["symbols"], step["variants"])
+            breaches += [{"rank": header["rank"], "step": step["step"], **vars(b)} for b in found]
     return {"verdict": "fail" if breaches else "pass", "ranks": len(traces), "breaches": breaches}

@@ -1,6 +1,6 @@
 """What a rank should hold: the reference value cut by a layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,22 @@ class Expected:
     ids: Tensor | None
 
 
-class Expectation:
-    """Cuts reference values (by Program node name) to one rank's layouts."""
+@dataclass(frozen=True)
+class Peer:
+    """What a dp rank works on: its tokens and its reference values, by Program node name."""
 
-    def __init__(self, program: Program, mesh: Mesh, rank: int, tokens: Tokens, reference: Mapping[str, Tensor]):
-        self.mesh, self.rank, self.tokens, self.reference = mesh, rank, tokens, reference
+    tokens: Tokens
+    reference: Mapping[str, Tensor]
+
+
+class Expectation:
+    """Cuts reference values to one rank's layouts. peers: of every dp rank, this rank's own among them; experts get
+    rows of them all."""
+
+    def __init__(self, program: Program, mesh: Mesh, rank: int, peers: Sequence[Peer]):
+        self.mesh, self.rank, self.peers = mesh, rank, peers
+        own = peers[mesh.index("dp", rank)]
+        self.tokens, self.reference = own.tokens, own.reference
         self.dispatch_of = {node.name: _dispatch_behind(node) for node in program.graph.nodes}
 
     def of(self, origin: str, layout: Layout) -> Expected | None:
@@ -65,32 +76,40 @@ class Expectation:
         tokens in that order; in expert-rows those of its experts, by source rank and then in that order."""
         dispatch = self.dispatch_of[origin]
         assert dispatch is not None
-        order, ids = self.reference[dispatch.order], self.reference[dispatch.ids]
-        k = ids.shape[1]
-        token, expert = order // k, ids.flatten()[order]
         num_experts = self.reference[dispatch.counts].shape[1]
-        held = num_experts // self.mesh.ep
         if str(layout) == "expert-rows":
-            me = self.mesh.index("ep", self.rank)
-            sources = self.mesh.members("ep", self.rank)
-            in_block = expert // held == me
-            picks = [(self._in_window(token, s) & in_block).nonzero().squeeze(1) for s in sources]
-        else:
-            whole = layout.on("tp") == R
-            picks = [torch.arange(len(order)) if whole else self._in_window(token, self.rank).nonzero().squeeze(1)]
-        rows = torch.cat(picks)
+            held, me = num_experts // self.mesh.ep, self.mesh.index("ep", self.rank)
+            rows, counts = [], []
+            for source in self.mesh.members("ep", self.rank):
+                peer = self.peers[self.mesh.index("dp", source)]
+                token, expert = _dispatched(dispatch, peer)
+                picked = (self._in_window(token, source, peer) & (expert // held == me)).nonzero().squeeze(1)
+                counts.append(torch.bincount(expert[picked], minlength=num_experts)[me * held : (me + 1) * held])
+                if origin not in (dispatch.counts, dispatch.order):
+                    rows.append(peer.reference[origin][picked])
+            return Expected(torch.stack(counts) if origin == dispatch.counts else torch.cat(rows), None)
+        own = self.peers[self.mesh.index("dp", self.rank)]
+        token, expert = _dispatched(dispatch, own)
+        whole = layout.on("tp") == R
+        mine = torch.ones_like(token, dtype=torch.bool) if whole else self._in_window(token, self.rank, own)
+        picked = mine.nonzero().squeeze(1)
         if origin == dispatch.counts:
-            counts = torch.stack([torch.bincount(expert[p], minlength=num_experts) for p in picks])
-            mine = counts[:, me * held : (me + 1) * held] if str(layout) == "expert-rows" else counts
-            return Expected(mine, None)
+            return Expected(torch.bincount(expert[picked], minlength=num_experts).unsqueeze(0), None)
         if origin == dispatch.order:
-            start = 0 if layout.on("tp") == R else self.tokens.window(self.mesh.index("tp", self.rank))[0]
-            return Expected(value[rows] - start * k, None)
-        return Expected(value[rows], None)
+            k = self.reference[dispatch.ids].shape[1]
+            start = 0 if whole else self.tokens.window(self.mesh.index("tp", self.rank))[0]
+            return Expected(value[picked] - start * k, None)
+        return Expected(value[picked], None)
 
-    def _in_window(self, token: Tensor, rank: int) -> Tensor:
-        start, end = self.tokens.window(self.mesh.index("tp", rank))
+    def _in_window(self, token: Tensor, rank: int, peer: Peer) -> Tensor:
+        start, end = peer.tokens.window(self.mesh.index("tp", rank))
         return (token >= start) & (token < end)
+
+
+def _dispatched(dispatch: "_Dispatch", peer: Peer) -> tuple[Tensor, Tensor]:
+    """(token, expert) of every row that a dp rank's reference dispatched, in its order."""
+    order, ids = peer.reference[dispatch.order], peer.reference[dispatch.ids]
+    return order // ids.shape[1], ids.flatten()[order]
 
 
 @dataclass(frozen=True)

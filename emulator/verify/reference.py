@@ -1,6 +1,6 @@
 """The reference run: the Program on one process, whole weights, no ranks. Ranks are compared with its values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,12 @@ def tolerances(
         else:
             absolute[name] = max(absolute[name], _FACTOR * _largest_difference(other[name], value))
     return Tolerance(absolute, flips)
+
+
+def largest_tolerance(found: Sequence[Tolerance]) -> Tolerance:
+    """The largest of each."""
+    absolute = {name: max(t.absolute.get(name, 0.0) for t in found) for name in found[0].absolute}
+    return Tolerance(absolute, {name: max(t.flips.get(name, 0.0) for t in found) for name in found[0].flips})
 
 
 def _scale(value: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Value check on one rank: every module boundary against the reference, by token ids, shape and values."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
 from emulator.trace.summary import layer_of
 from emulator.verify.choices import differing_rows, is_choice, num_flips
-from emulator.verify.expected import Expectation, Expected
+from emulator.verify.expected import Expectation, Expected, Peer
 from emulator.verify.reference import Tolerance
 
 
@@ -39,10 +39,11 @@ class ValueCheck:
 
     def __init__(
         self, program: Program, rank_graph: RankGraph, mesh: Mesh, rank: int,
-        reference: Mapping[str, Tensor], tolerance: Tolerance, *, force_choices: bool,
+        peers: Sequence[Peer], tolerance: Tolerance, *, force_choices: bool,
     ):  # fmt: skip
-        self.rank, self.reference, self.tolerance = rank, reference, tolerance
-        self.expectation = Expectation(program, mesh, rank, rank_graph.tokens, reference)
+        self.rank, self.tolerance, self.peers = rank, tolerance, peers
+        self.expectation = Expectation(program, mesh, rank, peers)
+        self.reference = self.expectation.reference
         self.edges: dict[str, list[Boundary]] = {}
         for boundary in rank_graph.boundaries:
             self.edges.setdefault(boundary.node, []).append(boundary)
@@ -111,7 +112,7 @@ class ValueCheck:
         report = self.report
         if worst == worst:
             report.max_abs_error = max(report.max_abs_error, worst)
-            scale = float(self.reference[node.meta["origin"]].abs().nan_to_num(0.0).max())
+            scale = max(_largest(peer.reference[node.meta["origin"]]) for peer in self.peers)
             report.max_rel_error = max(report.max_rel_error, worst / scale if scale else 0.0)
             report.worst = max(report.worst, worst / tolerance if tolerance else 0.0)
         if worst <= tolerance:
@@ -164,3 +165,7 @@ def _shape(expected: Expected) -> list[int]:
     if expected.ids is not None and shape:
         shape[0] = len(expected.ids)
     return shape
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().nan_to_num(0.0).max()) if value.numel() else 0.0

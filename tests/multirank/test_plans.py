@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from emulator.prepare import Prepared, add_batch, add_reference, load_weights, prepare
+from emulator.prepare import Prepared, add_batches, add_references, add_weights, load_weights, prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.world import World
 from emulator.scenario import load_scenario
@@ -26,9 +26,9 @@ def prepared(
         "variants": variants, "dtype": dtype, "layers": layers, "static_check": static_check,
     }  # fmt: skip
     made = prepare(load_scenario(model, {k: v for k, v in given.items() if v is not None}), graph_only=True)
-    made.weights = _weights(made, model, layers, dtype)
-    add_batch(made)
-    add_reference(made)
+    add_weights(made, _weights(made, model, layers, dtype))
+    add_batches(made)
+    add_references(made)
     return made
 
 
@@ -61,7 +61,7 @@ def _run(made: Prepared, context) -> dict:
 
 def _assert_holds(summary: dict) -> None:
     assert summary["verdict"] == "pass", (summary["checks"], summary["first_failure"])
-    assert [c["name"] for c in summary["checks"]][:2] == ["static layout", "values"]
+    assert [c["name"] for c in summary["checks"]][:3] == ["static layout", "values", "windows"]
     assert summary["max_rel_error"] < 1e-9
     # a value check that looked at nothing would pass too: every module of every layer is a boundary
     per_rank = len({b["module"] for b in summary["boundaries"]})
