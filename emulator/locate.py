@@ -19,7 +19,7 @@ from emulator.trace.summary import layer_of
 from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin
 from emulator.verify.choices import is_choice
 from emulator.verify.diagnosis import diagnose
-from emulator.verify.expected import Expectation, Peer
+from emulator.verify.expected import Expectation, Peer, group_rows_of
 from emulator.verify.reference import Tolerance
 from emulator.verify.scene import Scene
 
@@ -95,7 +95,8 @@ def _hear(case: Case, nodes: list[fx.Node]) -> Witnesses:
     mesh, tokens = case.mesh, case.rank_graph.tokens
     reference, tolerance = case.reference_of({o for o in map(value_origin, nodes) if o})
     captured = case.capture(frozenset(n.name for node in nodes for n in (node, *node.all_input_nodes)))
-    expectations = [Expectation(case.program, mesh, rank, [Peer(tokens, reference)]) for rank in range(mesh.size)]
+    peers, group_rows = [Peer(tokens, reference)], group_rows_of(case.rank_graph.graph)
+    expectations = [Expectation(case.program, mesh, rank, peers, group_rows) for rank in range(mesh.size)]
     choices = {node.name for node in case.program.graph.nodes if is_choice(node)}
     return Witnesses(mesh, tokens, captured, expectations, reference, tolerance, choices)
 

@@ -160,7 +160,11 @@ class _Lowering:
             self.edges.setdefault(Boundary(module, port, value.node.name))
 
     def _convert(self, value: _Value, wanted: tuple[Kind, dict[str, Placement]] | None, module: str) -> _Value:
-        if wanted is None or wanted[0] != value.layout.kind:
+        if wanted is None:
+            return value
+        if {wanted[0], value.layout.kind} == {"token", "group"}:
+            return self._convert_group(value, wanted[0], module)
+        if wanted[0] != value.layout.kind:
             return value
         if value.layout.kind == "rows":
             return self._convert_rows(value, wanted[1], module)
@@ -186,6 +190,29 @@ class _Lowering:
             self._request(value.node, module)
         return value
 
+    def _convert_group(self, value: _Value, kind: Kind, module: str) -> _Value:
+        """Local rows to those of the whole ep group, and partial sums of these back to local rows."""
+        tokens, size = self.tokens, self.sizes["ep"]
+        if kind == "group":
+            value = self._convert(value, ("token", {"tp": LOCAL}), module)
+        if size == 1:
+            return value
+        key = (value.node, "ep", R if kind == "group" else LOCAL)
+        if key not in self.converted:
+            alone = self.sizes["tp"] == 1 and tokens.padded != tokens.real  # no tp cut has padded these rows
+            node = value.node
+            if kind == "group":
+                if alone:
+                    node = self._insert("pad", (node, 0, tokens.padded), value.node, False)
+                node = self._insert("all_gather", (node, "ep", size, 0), value.node, True)
+            else:
+                node = self._insert("reduce_scatter", (node, "ep", size, 0), value.node, not alone)
+                if alone:
+                    node = self._insert("unpad", (node, 0, tokens.real), value.node, True)
+            self.converted[key] = _Value(node, node.meta["layout"])
+        self._request(self.converted[key].node, module)
+        return self.converted[key]
+
     def _convert_rows(self, value: _Value, wanted: dict[str, Placement], module: str) -> _Value:
         """Dispatched rows between the ranks of their tokens and the ranks of their experts: all_to_all on ep."""
         size, target = self.sizes["ep"], wanted["ep"]
@@ -194,13 +221,15 @@ class _Lowering:
         key = (value.node, "ep", target)
         if key not in self.converted:
             layout = Layout("rows", (), self.tokens).placed(**wanted)
+            assert value.dispatch is not None
+            counts = next(u for u in value.dispatch.users if u.args[1] == 1)
+            if target == LOCAL and self._dispatches_group(value.dispatch):
+                return self._slice_rows(value, counts, key, module)
             if value.layout.on("tp") == R and self.sizes["tp"] > 1 and target == LOCAL:
                 raise LayoutError(
                     f"plan {self.plan.name}: {module} wants expert-rows of rows that every tp rank dispatched: "
                     "each row would reach its expert tp times (allowed: dispatch on local-token)"
                 )
-            assert value.dispatch is not None
-            counts = next(u for u in value.dispatch.users if u.args[1] == 1)
             token_counts = self.values[counts].node
             if value.node is token_counts:
                 # [1, E] -> [S, X]: how many rows each source sends to each expert held here
@@ -212,6 +241,22 @@ class _Lowering:
                 node = self._insert("all_to_all_rows", (value.node, send, receive, "ep", size), value.node, True)
             self.converted[key] = _Value(node, layout, value.dispatch)
         self._request(self.converted[key].node, module)
+        return self.converted[key]
+
+    def _dispatches_group(self, dispatch: fx.Node) -> bool:
+        rows = self.values[dispatch].node.args[0]
+        return rows.meta["layout"].kind == "group"  # type: ignore[union-attr]
+
+    def _slice_rows(self, value: _Value, counts: fx.Node, key: tuple[fx.Node, str, Placement], module: str) -> _Value:
+        """Of the group's rows, which every rank dispatched, those of the experts held here: no communication."""
+        size, count_node = self.sizes["ep"], self.values[counts].node
+        if value.node is count_node:
+            node = self._insert("slice", (value.node, "ep", size, 1), value.node, True)
+            node.meta["traffic"] = "metadata"
+        else:
+            node = self._insert("slice_rows", (value.node, count_node, "ep", size), value.node, True)
+        self.converted[key] = _Value(node, node.meta["layout"], value.dispatch)
+        self._request(node, module)
         return self.converted[key]
 
     def _insert(self, op: str, args: tuple, source: fx.Node, holds_value: bool) -> fx.Node:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from emulator.errors import UsageError
 from emulator.ops.registry import LOCAL, PARTIAL, Mixed, R
 
-Kind = Literal["token", "rows", "weight", "cache", "batch"]
+Kind = Literal["token", "group", "rows", "weight", "cache", "batch"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """kind: token (dim 0 = tokens), rows (dim 0 = token copies sorted by expert), weight, cache, batch (per request).
+    """kind: token (dim 0 = the tokens of a dp rank), group (dim 0 = the local rows of all ranks of an ep group, padding
+    included), rows (dim 0 = token copies sorted by expert), weight, cache, batch (per request).
 
     placements: (axis, placement) of every axis on which the value is not replicated, sorted by axis.
     """
@@ -63,6 +64,8 @@ class Layout:
     def __str__(self) -> str:
         if self.kind == "token":
             return placement_word(self.on("tp"))
+        if self.kind == "group":
+            return "group-token" if self.on("ep") == R else f"group-{placement_word(self.on('ep'))}"
         if self.kind == "rows":
             return {"tp": "token-rows", "ep": "expert-rows"}.get(next((a for a, _ in self.placements), ""), "all-rows")
         return ", ".join(f"{axis}:{placement_word(p, 'weight')}" for axis, p in self.placements) or "replicated"
@@ -86,6 +89,7 @@ def parse_want(word: str, where: str) -> tuple[Kind, dict[str, Placement]]:
         "full-token": ("token", {"tp": R}),
         "local-token": ("token", {"tp": LOCAL}),
         "partial": ("token", {"tp": PARTIAL}),
+        "group-token": ("group", {"ep": R}),
         "token-rows": ("rows", {"tp": LOCAL, "ep": R}),
         "expert-rows": ("rows", {"tp": R, "ep": LOCAL}),
     }

@@ -85,6 +85,8 @@ class _Inference:
             op = OPS[self.name]
             rule, positional = op.rule, []
             kind = cast(Kind, op.output_kind) if op.output_kind else self.operands[0].meta["layout"].kind
+            if kind == "token" and any(n.meta["layout"].kind == "group" for n in self.operands):
+                kind = "group"
             named = {
                 argument: value.meta["layout"]
                 for argument, value in zip(op.argument_names, self.node.args)

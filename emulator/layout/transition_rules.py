@@ -20,16 +20,20 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
     layout, padded = source.meta["layout"], bool(source.meta.get("padded"))
     if name in ("pad", "unpad"):
         return _padding(name, layout, padded, node.args[2], tokens)
-    axis: Any = node.args[3] if name == "all_to_all_rows" else node.args[1]
+    axis: Any = node.args[{"all_to_all_rows": 3, "slice_rows": 2}.get(name, 1)]
     if axis not in sizes:
         raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))
-    size = node.args[4] if name == "all_to_all_rows" else node.args[2]
+    size = node.args[{"all_to_all_rows": 4, "slice_rows": 3}.get(name, 2)]
     if size != sizes[axis]:
         raise Illegal(
             f"the {axis} group has {sizes[axis]} ranks, not {size}", f"{axis} {sizes[axis]}", (layout, padded)
         )
     if name == "all_to_all_rows" or (name == "all_to_all" and layout.kind == "rows"):
         return _rows(layout), False
+    if name == "slice_rows" or (name == "slice" and layout.kind == "rows"):
+        return layout.placed(ep=LOCAL), False
+    if layout.kind == "group" or (axis == "ep" and layout.kind == "token" and name == "all_gather"):
+        return _group(name, layout, tokens), False
     dims = [d % 8 if d < 0 else d for d in node.args[3:]]  # type: ignore[operator]
     target, problem = _move(name, layout.on(axis), dims, sizes[axis])
     cut = (name in ("slice", "reduce_scatter", "all_to_all")) and dims[0] == 0
@@ -55,6 +59,21 @@ def _padding(name: str, layout: Layout, padded: bool, length: Any, tokens: Token
         word = "padded already" if padded else "not padded"
         raise Illegal(f"{name} to {length} of rows that are {word}", f"{name} to {want}, once", result)
     return result
+
+
+def _group(name: str, layout: Layout, tokens: Tokens) -> Layout:
+    """Local rows joined over the ep group, and partial sums of joined rows reduced to local ones."""
+    group, local = Layout("group", (), tokens), Layout("token", (), tokens)
+    local = local.placed(tp=LOCAL) if tokens.parts > 1 else local
+    if name == "all_gather" and layout.kind == "token":
+        if layout != local:
+            raise Illegal(f"an ep group joins local rows, not {layout}", "local-token", (group, False))
+        return group
+    if name == "reduce_scatter" and layout.kind == "group":
+        if layout.on("ep") != PARTIAL:
+            raise Illegal("complete values would be summed: ep times too large", "partial", (local, False))
+        return local
+    raise Illegal(f"{name} of {layout}", "all_gather of local-token, reduce_scatter of group-partial", (layout, False))
 
 
 def _rows(layout: Layout) -> Layout:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from emulator.ops.registry import LOCAL, Illegal, R, compute_dtype, define, same_placement
+from emulator.ops.registry import LOCAL, PARTIAL, Illegal, R, compute_dtype, define, same_placement
 
 
 def _moe_gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,6 +66,12 @@ def _moe_topk_fake(logits, bias, token_mask, k, n_group, topk_group, normalise, 
 def _moe_topk_rule(logits: Placement, bias: Placement, token_mask: Placement) -> tuple[Placement, Placement]:
     output = _whole_rows(logits=logits, token_mask=token_mask, weight=bias)
     return output, output
+
+
+def _combine_rule(rows: Placement, order: Placement, weights: Placement) -> Placement:
+    if rows == order == LOCAL and weights == R:  # each rank sums the rows of its own experts
+        return PARTIAL
+    return _whole_rows(rows=rows, order=order, weights=weights)
 
 
 def _moe_dispatch(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,6 +168,6 @@ define(
     "moe_combine(Tensor rows, Tensor order, Tensor weights) -> Tensor",
     kernel=_moe_combine,
     fake=lambda rows, order, weights: rows.new_empty((weights.shape[0], rows.shape[1])),
-    rule=_whole_rows,
+    rule=_combine_rule,
     output_kind="token",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from emulator.ops.registry import LIBRARY
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_to_all_rows")
-TRANSITIONS = (*COLLECTIVES, "slice", "pad", "unpad")
+TRANSITIONS = (*COLLECTIVES, "slice", "slice_rows", "pad", "unpad")
 
 
 def _needs_world(*args, **kwargs):
@@ -63,6 +63,10 @@ _register(
 )
 _register(
     "slice(Tensor x, str axis, int size, int dim) -> Tensor", lambda x, axis, size, dim: _scaled(x, dim, down=size)
+)
+_register(
+    "slice_rows(Tensor rows, Tensor counts, str axis, int size) -> Tensor",
+    lambda rows, counts, axis, size: torch.empty_like(rows),
 )
 _register("pad(Tensor x, int dim, int length) -> Tensor", pad_rows, pad_rows)
 _register("unpad(Tensor x, int dim, int length) -> Tensor", _unpad, _unpad)

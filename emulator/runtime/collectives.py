@@ -40,6 +40,11 @@ class Collectives:
             if self.evaluate is not None:
                 return self.evaluate(torch.ops.emulator.slice, (x, *args), {})
             return x.chunk(size, dim)[self.mesh.index(axis, self.rank)].clone()
+        if op == "slice_rows":
+            counts, axis, size = args
+            of_ranks = splits(counts, size)
+            index = self.mesh.index(axis, self.rank)
+            return x.narrow(0, sum(of_ranks[:index]), of_ranks[index]).clone()
         axis = args[2] if op == "all_to_all_rows" else args[0]
         call: dict[str, Any] = {
             "op": op,

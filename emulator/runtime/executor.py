@@ -111,7 +111,9 @@ class Executor:
             value = self._move(name, node, (args[0], send, receive, *args[3:]))
             self.recorder.op(node, name, args, value, start, send)
             return value
-        if name in ("pad", "unpad"):
+        if name == "slice_rows" and self.shapes is not None:
+            value = self.shapes.own_rows(args[0])
+        elif name in ("pad", "unpad"):
             value = self._evaluate(node, args)
         else:
             value = self._move(name, node, args) if name in TRANSITIONS else self._compute(name, node, args)
@@ -126,7 +128,7 @@ class Executor:
 
     def _compute(self, name: str, node: fx.Node, args: tuple) -> Any:
         if self.shapes is not None and name == "moe_dispatch":
-            return self.shapes.dispatch(*args)
+            return self.shapes.dispatch(*args, of_group=node.args[0].meta["layout"].kind == "group")
         rank_args = OPS[name].rank_args
         if rank_args is None:
             return self._evaluate(node, args)

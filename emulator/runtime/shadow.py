@@ -34,7 +34,7 @@ class Shadow:
         layout = node.meta["layout"]
         if isinstance(layout, tuple):
             layout = layout[0]
-        if layout.kind != "token":
+        if layout.kind not in ("token", "group"):
             return None
         problem = None
         if node.op == "placeholder":

@@ -27,7 +27,7 @@ class ShapeMode:
         per_source = [_expert_counts(window, num_experts, k) for window in windows]
         me, held = mesh.index("ep", rank), num_experts // mesh.ep
         mine = per_source[me]
-        self.num_rows = sum(mine)
+        self.num_rows, self.group_rows = sum(mine), sum(map(sum, per_source))
         self.to_experts = [sum(mine[i * held : (i + 1) * held]) for i in range(mesh.ep)]
         self.from_sources = [sum(counts[me * held : (me + 1) * held]) for counts in per_source]
 
@@ -45,13 +45,16 @@ class ShapeMode:
             self._known[key] = fake_shard(name, shape, self.dtype, layout, self.mesh)
         return self._known[key]
 
-    def dispatch(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Shapes of moe_dispatch on this rank's real tokens."""
-        return (
-            x.new_empty((self.num_rows, x.shape[1])),
-            ids.new_empty((1, num_experts)),
-            ids.new_empty((self.num_rows,)),
-        )
+    def dispatch(
+        self, x: Tensor, ids: Tensor, num_experts: int, *, of_group: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Shapes of moe_dispatch on the real tokens of this rank, or of its ep group."""
+        num_rows = self.group_rows if of_group else self.num_rows
+        return x.new_empty((num_rows, x.shape[1])), ids.new_empty((1, num_experts)), ids.new_empty((num_rows,))
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Of the group's dispatched rows, those of the experts held here."""
+        return rows.new_empty((sum(self.from_sources), *rows.shape[1:]))
 
     def splits(self, node: fx.Node) -> tuple[list[int], list[int]]:
         """Rows this rank sends to, and receives from, each rank in an all_to_all_rows node."""

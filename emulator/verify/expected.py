@@ -1,6 +1,6 @@
 """What a rank should hold: the reference value cut by a layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,12 @@ class Expected:
     value: Tensor
     ids: Tensor | None
 
+    def real_rows(self, found: Tensor) -> Tensor:
+        """Of the rows that a rank holds, those that are no padding."""
+        if self.ids is None or len(self.ids) != len(found):
+            return found[: len(self.value)]
+        return found[self.ids >= 0]
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -31,10 +37,12 @@ class Peer:
 
 class Expectation:
     """Cuts reference values to one rank's layouts. peers: of every dp rank, this rank's own among them; experts get
-    rows of them all."""
+    rows of them all. group_rows: names of values that hold rows of a whole ep group (group_rows_of)."""
 
-    def __init__(self, program: Program, mesh: Mesh, rank: int, peers: Sequence[Peer]):
-        self.mesh, self.rank, self.peers = mesh, rank, peers
+    def __init__(
+        self, program: Program, mesh: Mesh, rank: int, peers: Sequence[Peer], group_rows: Collection[str] = ()
+    ):
+        self.mesh, self.rank, self.peers, self.group_rows = mesh, rank, peers, group_rows
         own = peers[mesh.index("dp", rank)]
         self.tokens, self.reference = own.tokens, own.reference
         self.dispatch_of = {node.name: _dispatch_behind(node) for node in program.graph.nodes}
@@ -44,6 +52,8 @@ class Expectation:
         value = self.reference[origin]
         if layout.kind == "rows":
             return self._rows(origin, value, layout)
+        if layout.kind == "group":
+            return self._group(origin) if layout.on("ep") == R else None
         if layout.kind != "token":
             return Expected(value, None)
         placement, index = layout.on("tp"), self.mesh.index("tp", self.rank)
@@ -71,12 +81,26 @@ class Expectation:
         ids[: end - start] = torch.arange(start, end)
         return ids
 
+    def _group(self, origin: str) -> Expected:
+        """The local rows, padding included, of every rank of the ep group."""
+        values, ids = [], []
+        for rank in self.mesh.members("ep", self.rank):
+            peer, index = self.peers[self.mesh.index("dp", rank)], self.mesh.index("tp", rank)
+            start, end = peer.tokens.window(index)
+            values.append(peer.reference[origin][start:end])
+            own = torch.full((peer.tokens.per,), -1)
+            own[: end - start] = torch.arange(start, end)
+            ids.append(own)
+        return Expected(torch.cat(values), torch.cat(ids))
+
     def _rows(self, origin: str, value: Tensor, layout: Layout) -> Expected | None:
         """Dispatched rows. The reference sorts all tokens' rows by expert. A rank in token-rows holds those of its own
         tokens in that order; in expert-rows those of its experts, by source rank and then in that order."""
         dispatch = self.dispatch_of[origin]
         assert dispatch is not None
         num_experts = self.reference[dispatch.counts].shape[1]
+        if origin in self.group_rows:
+            return self._group_rows(origin, dispatch) if str(layout) == "expert-rows" else None
         if str(layout) == "expert-rows":
             held, me = num_experts // self.mesh.ep, self.mesh.index("ep", self.rank)
             rows, counts = [], []
@@ -101,6 +125,26 @@ class Expectation:
             return Expected(value[picked] - start * k, None)
         return Expected(value[picked], None)
 
+    def _group_rows(self, origin: str, dispatch: "_Dispatch") -> Expected | None:
+        """Rows for the experts held here, of all tokens of the ep group, which were dispatched together: by expert,
+        then by source rank and token."""
+        num_experts = self.reference[dispatch.counts].shape[1]
+        held, me = num_experts // self.mesh.ep, self.mesh.index("ep", self.rank)
+        experts, rows = [], []
+        for source in self.mesh.members("ep", self.rank):
+            peer = self.peers[self.mesh.index("dp", source)]
+            token, expert = _dispatched(dispatch, peer)
+            picked = (self._in_window(token, source, peer) & (expert // held == me)).nonzero().squeeze(1)
+            experts.append(expert[picked])
+            if origin not in (dispatch.counts, dispatch.order):
+                rows.append(peer.reference[origin][picked])
+        expert = torch.cat(experts)
+        if origin == dispatch.counts:
+            return Expected(torch.bincount(expert - me * held, minlength=held).unsqueeze(0), None)
+        if origin == dispatch.order:  # counts rows of the padded group: its combination is compared instead
+            return None
+        return Expected(torch.cat(rows)[torch.argsort(expert, stable=True)], None)
+
     def _in_window(self, token: Tensor, rank: int, peer: Peer) -> Tensor:
         start, end = peer.tokens.window(self.mesh.index("tp", rank))
         return (token >= start) & (token < end)
@@ -110,6 +154,21 @@ def _dispatched(dispatch: "_Dispatch", peer: Peer) -> tuple[Tensor, Tensor]:
     """(token, expert) of every row that a dp rank's reference dispatched, in its order."""
     order, ids = peer.reference[dispatch.order], peer.reference[dispatch.ids]
     return order // ids.shape[1], ids.flatten()[order]
+
+
+def group_rows_of(graph: fx.Graph) -> set[str]:
+    """Origins of a rank graph's rows that were dispatched from the tokens of a whole ep group."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        layout = node.meta.get("layout")
+        layout = layout[0] if isinstance(layout, tuple) else layout
+        if layout is None or layout.kind != "rows":
+            continue
+        sources = node.all_input_nodes
+        starts = op_name(node.target) == "moe_dispatch" and sources[0].meta["layout"].kind == "group"
+        if starts or any(source in found for source in sources):
+            found.add(node)
+    return {node.meta["origin"] for node in found}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
 from emulator.trace.summary import layer_of
 from emulator.verify.choices import differing_rows, is_choice, num_flips
-from emulator.verify.expected import Expectation, Expected, Peer
+from emulator.verify.expected import Expectation, Expected, Peer, group_rows_of
 from emulator.verify.reference import Tolerance
 
 
@@ -42,7 +42,7 @@ class ValueCheck:
         peers: Sequence[Peer], tolerance: Tolerance, *, force_choices: bool,
     ):  # fmt: skip
         self.rank, self.tolerance, self.peers = rank, tolerance, peers
-        self.expectation = Expectation(program, mesh, rank, peers)
+        self.expectation = Expectation(program, mesh, rank, peers, group_rows_of(rank_graph.graph))
         self.reference = self.expectation.reference
         self.edges: dict[str, list[Boundary]] = {}
         for boundary in rank_graph.boundaries:
@@ -78,7 +78,7 @@ class ValueCheck:
                 return self._fail(node, want, found, f"holds tokens {found['tokens']}, expected {want['tokens']}")
         if list(value.shape) != want["shape"]:
             return self._fail(node, want, found, f"shape {found['shape']}, expected {want['shape']}")
-        real = value[: expected.value.shape[0]]
+        real = expected.real_rows(value)
         if not value.is_floating_point() or node.meta["origin"] in self.choices:
             return self._compare_choices(node, real, expected.value, want, found)
         self._compare_floats(node, real, expected.value, want, found)
@@ -128,7 +128,8 @@ class ValueCheck:
 
     def _forced(self, value: Tensor, expected: Expected) -> Tensor:
         forced = value.clone()
-        forced[: expected.value.shape[0]] = expected.value
+        rows = torch.arange(len(value)) if expected.ids is None else (expected.ids >= 0).nonzero().squeeze(1)
+        forced[rows[: len(expected.value)]] = expected.value
         return forced
 
     def _fail(self, node: fx.Node, expected: dict[str, Any], found: dict[str, Any], detail: str) -> None:
