@@ -10,7 +10,7 @@ from emulator.errors import LayoutError
 from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.placement import Tokens
-from emulator.layout.plan import module_pattern, plan_for
+from emulator.layout.plan import Plan, module_pattern, plan_for
 from emulator.layout.rank_graph import RankGraph, Violation
 from emulator.model.batch import Request, batch_inputs, own_caches
 from emulator.model.config import ModelConfig
@@ -72,9 +72,9 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     config = scenario.config()
     mesh = scenario.mesh(config)
     program = build_program(config, scenario.options())
+    graphs = _Graphs(scenario, program, mesh)
     schedule = [
-        [_part(scenario, config, mesh, program, step, dp, out_dir) for dp in range(mesh.dp)]
-        for step in scenario.steps()
+        [_part(scenario, config, mesh, graphs, step, dp, out_dir) for dp in range(mesh.dp)] for step in scenario.steps()
     ]
     first = schedule[0][0]
     for step in schedule:
@@ -89,25 +89,46 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     return first
 
 
+class _Graphs:
+    """Rank graphs of a scenario, one per plan and token count: dp ranks and steps that look alike share one."""
+
+    def __init__(self, scenario: Scenario, program: Program, mesh: Mesh):
+        self.scenario, self.program, self.mesh = scenario, program, mesh
+        self._made: dict[tuple[str, Tokens], RankGraph] = {}
+
+    def of(self, plan: Plan, tokens: Tokens) -> RankGraph:
+        """Lowered, passed through the scenario's passes and faults; LayoutError when the static check refuses it."""
+        if (plan.name, tokens) not in self._made:
+            self._made[plan.name, tokens] = self._make(plan, tokens)
+        return self._made[plan.name, tokens]
+
+    def _make(self, plan: Plan, tokens: Tokens) -> RankGraph:
+        scenario = self.scenario
+        rank_graph = lower(self.program, plan, self.mesh.sizes, tokens)
+        for spec in scenario.passes:
+            rank_graph = apply_pass(rank_graph, self.program.parameters, spec)
+        rank_graph = inject_in_graph(scenario.fault, rank_graph)
+        if scenario.static_check and rank_graph.violations:
+            raise LayoutError(told_violations(rank_graph, scenario.passes), rank_graph.violations)
+        return rank_graph
+
+
 def _part(
-    scenario: Scenario, config: ModelConfig, mesh: Mesh, program: Program, step: StepRequests, dp: int,
+    scenario: Scenario, config: ModelConfig, mesh: Mesh, graphs: _Graphs, step: StepRequests, dp: int,
     out_dir: Path | None,
 ) -> Prepared:  # fmt: skip
     """One dp rank's graph of a step; phase and padding come from the requests of all."""
     phase = phase_of(step)
     plan = plan_for(scenario.plan, scenario.variants, phase)
     counts = [sum(r.query for r in requests) for requests in step]
-    rows = max(counts) if plan.pad == "dp_max" else 0
-    rank_graph = lower(program, plan, mesh.sizes, Tokens(counts[dp], mesh.tp, rows))
-    for spec in scenario.passes:
-        rank_graph = apply_pass(rank_graph, program.parameters, spec)
-    rank_graph = inject_in_graph(scenario.fault, rank_graph)
-    if scenario.static_check and rank_graph.violations:
-        raise LayoutError(told_violations(rank_graph, scenario.passes), rank_graph.violations)
+    # a batch without tokens keeps one padding row per rank, so that its ranks join every collective
+    rows = max(counts) if plan.pad == "dp_max" else counts[dp]
+    rank_graph = graphs.of(plan, Tokens(counts[dp], mesh.tp, max(rows, 1)))
     named = scenario.contract or (plan.contract if not scenario.passes else None)
     contract = load_contract(named) if named else None
     symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
-    return Prepared(scenario, config, mesh, program, rank_graph, contract, symbols, out_dir, tuple(step[dp]), phase)
+    requests = tuple(step[dp])
+    return Prepared(scenario, config, mesh, graphs.program, rank_graph, contract, symbols, out_dir, requests, phase)
 
 
 def told_violations(rank_graph: RankGraph, passes: list[str]) -> str:
@@ -165,9 +186,9 @@ def add_references(prepared: Prepared) -> None:
             if step + 1 < len(parts):
                 following = parts[step + 1]
                 following.batch = replace(following.batch, **caches)
-    for step in prepared.schedule:
-        tolerance = largest_tolerance([part.tolerance for part in step])  # experts hold rows of every dp rank
-        for part in step:
+    for of_ranks in prepared.schedule:
+        tolerance = largest_tolerance([part.tolerance for part in of_ranks])  # experts hold rows of every dp rank
+        for part in of_ranks:
             part.tolerance = tolerance
 
 

@@ -19,8 +19,7 @@ Kind = Literal["token", "group", "rows", "weight", "cache", "batch"]
 class Tokens:
     """How T real tokens lie over `parts` ranks: padded = ceil(rows / parts) * parts, rank r owns [r*per, (r+1)*per).
 
-    rows: what is padded from, where a batch is larger than its real tokens (padding to the dp maximum); default: the
-    real tokens. A batch without tokens keeps one padding row per rank, so that its ranks join every collective.
+    rows: what is padded from, where a batch is larger than its real tokens (padding to the dp maximum).
     """
 
     real: int
@@ -29,7 +28,7 @@ class Tokens:
 
     @property
     def per(self) -> int:
-        return -(-max(self.real, self.rows, 1) // self.parts)
+        return -(-max(self.real, self.rows) // self.parts)
 
     @property
     def padded(self) -> int:

@@ -21,7 +21,8 @@ from emulator.model.config import ModelConfig
 from emulator.trace.record import steps_of
 from emulator.trace.summary import COUNTED
 
-Scope = Literal["model", "layer", "later_layer", "dense_layer", "moe_layer"]  # later: all but the first
+# later: all but the first; indexer: with an indexer of its own; shared: with the ids of an earlier one
+Scope = Literal["model", "layer", "later_layer", "dense_layer", "moe_layer", "indexer_layer", "shared_layer"]
 Dim = int | str
 
 
@@ -87,6 +88,7 @@ def load_contract(name: str) -> Contract:
 def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) -> dict[str, int]:
     """Values of the symbols that contracts may use."""
     kinds = [config.is_moe(i) for i in range(config.num_hidden_layers)]
+    indexed = sum(config.has_indexer(i) for i in range(config.num_hidden_layers))
     return {
         "T": tokens.real, "P": tokens.padded, "n": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
         "H": config.hidden_size, "N": config.num_attention_heads, "v": config.v_head_dim, "qk": config.qk_head_dim,
@@ -95,6 +97,7 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
         "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
         "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1,
         "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
+        "indexer_layers": indexed, "shared_layers": len(kinds) - indexed,
     }  # fmt: skip
 
 

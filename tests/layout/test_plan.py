@@ -51,7 +51,7 @@ def test_rows_override_field_by_field(write_plan: Callable[..., str]) -> None:
 
 def test_variants_default_and_choice() -> None:
     assert load_plan("dsa_cp").variants == {
-        "embedding": "row", "dense_mlp": "gather_scatter", "shared_experts": "replicated",
+        "embedding": "row", "moe": "all_to_all", "dense_mlp": "gather_scatter", "shared_experts": "replicated",
     }  # fmt: skip
     gate = f"{LAYER}.mlp.shared_experts.gate_proj"
     assert load_plan("dsa_cp").weight_of(gate) == {}

@@ -12,7 +12,7 @@ from emulator.layout.placement import Layout, Tokens
 from emulator.ops.registry import LOCAL, Mixed
 from emulator.runtime.mesh import Mesh
 from emulator.verify.choices import is_choice
-from emulator.verify.expected import Expectation, Expected, choices_needed
+from emulator.verify.expected import Expectation, Expected, Peer, choices_needed
 
 T, TP, EP, E, K = 5, 2, 2, 8, 3  # 5 tokens on 2 ranks: 3 rows each, the last one of rank 1 is padding
 
@@ -20,7 +20,9 @@ T, TP, EP, E, K = 5, 2, 2, 8, 3  # 5 tokens on 2 ranks: 3 rows each, the last on
 @pytest.fixture
 def expect(lowered) -> Callable[[int, dict[str, Tensor]], Expectation]:
     """expect(rank, reference)"""
-    return lambda rank, reference: Expectation(lowered.program, Mesh(tp=TP, ep=EP), rank, Tokens(T, TP), reference)
+    return lambda rank, reference: Expectation(
+        lowered.program, Mesh(tp=TP, ep=EP), rank, [Peer(Tokens(T, TP), reference)]
+    )
 
 
 def held(found: Expected | None) -> tuple[list, list[int] | None]:
@@ -138,13 +140,13 @@ def test_nothing_is_lost_between_the_ranks(expect, dispatch: Dispatch) -> None:
 
 
 def test_one_rank_holds_all_rows(lowered, dispatch: Dispatch) -> None:
-    check = Expectation(lowered.program, Mesh(tp=1, ep=1), 0, Tokens(T, 1), dispatch.reference)
+    check = Expectation(lowered.program, Mesh(tp=1, ep=1), 0, [Peer(Tokens(T, 1), dispatch.reference)])
     assert held(check.of(dispatch.rows, Layout("rows")))[0] == [[label(*row), 0] for row in dispatch.sorted]
     assert held(check.of(dispatch.order, Layout("rows")))[0] == dispatch.reference[dispatch.order].tolist()
 
 
 def test_rows_are_recognised_behind_their_dispatch(lowered, dispatch: Dispatch, nodes_of) -> None:
-    check = Expectation(lowered.program, Mesh(tp=TP, ep=EP), 0, Tokens(T, TP), {})
+    check = Expectation(lowered.program, Mesh(tp=TP, ep=EP), 0, [Peer(Tokens(T, TP), {})])
     for name in (dispatch.rows, *dispatch.matmuls):
         found = check.dispatch_of[name]
         assert found is not None

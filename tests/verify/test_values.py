@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from emulator.layout.placement import Tokens
 from emulator.runtime.mesh import Mesh
 from emulator.verify.choices import differing_rows, num_flips
+from emulator.verify.expected import Peer
 from emulator.verify.reference import Tolerance, tolerances
 from emulator.verify.values import ValueCheck
 
@@ -35,7 +37,7 @@ def checker(lowered, node: fx.Node):
     def make(rank: int, tolerance: float = 1e-9) -> ValueCheck:
         origin = node.meta["origin"]
         return ValueCheck(
-            lowered.program, lowered.graph, Mesh(tp=2, ep=2), rank, {origin: VALUE},
+            lowered.program, lowered.graph, Mesh(tp=2, ep=2), rank, [Peer(Tokens(5, 2), {origin: VALUE})],
             Tolerance({origin: tolerance}, {}), force_choices=False,
         )  # fmt: skip
 
@@ -160,7 +162,8 @@ def test_slots_that_nobody_wrote_are_nan_on_both_sides(lowered) -> None:
 
     def run(value: Tensor) -> ValueCheck:
         check = ValueCheck(
-            lowered.program, lowered.graph, Mesh(tp=2, ep=2), 0, {origin: cache}, Tolerance({origin: 1e-9}, {}),
+            lowered.program, lowered.graph, Mesh(tp=2, ep=2), 0, [Peer(Tokens(5, 2), {origin: cache})],
+            Tolerance({origin: 1e-9}, {}),
             force_choices=False,
         )  # fmt: skip
         check.on_value(node, value, None)
@@ -196,7 +199,13 @@ class Choices:
         self.ids = torch.arange(20 * 4, dtype=torch.int32).reshape(20, 4) % 37
         tolerance = Tolerance({origin: 0.0}, {} if share is None else {origin: share})
         self.check = ValueCheck(
-            program, graph, Mesh(tp=1), 0, {origin: self.ids}, tolerance, force_choices=share is not None
+            program,
+            graph,
+            Mesh(tp=1),
+            0,
+            [Peer(Tokens(len(self.ids), 1), {origin: self.ids})],
+            tolerance,
+            force_choices=share is not None,
         )
 
     def run(self, value: Tensor) -> Tensor | None:
