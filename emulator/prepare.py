@@ -122,7 +122,7 @@ def _part(
     plan = plan_for(scenario.plan, scenario.variants, phase)
     counts = [sum(r.query for r in requests) for requests in step]
     # a batch without tokens keeps one padding row per rank, so that its ranks join every collective
-    rows = max(counts) if plan.pad == "dp_max" else counts[dp]
+    rows = max(counts) if plan.pads_to_dp_max else counts[dp]
     rank_graph = graphs.of(plan, Tokens(counts[dp], mesh.tp, max(rows, 1)))
     named = scenario.contract or (plan.contract if not scenario.passes else None)
     contract = load_contract(named) if named else None

@@ -20,7 +20,7 @@ from emulator.runtime.rank_process import RankContext
 from emulator.runtime.rank_weights import local_shard
 from emulator.runtime.shape_mode import ShapeMode
 from emulator.trace.record import TraceWriter
-from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
+from emulator.trace.summary import collective_log, expert_rows, summarise_boundaries, summarise_collectives
 from emulator.verify.blame import Captured
 from emulator.verify.contract import Breach, check_trace
 from emulator.verify.values import ValueCheck, ValueReport
@@ -47,6 +47,7 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
         "log_hash": hashlib.sha256(log.encode()).hexdigest(),
         "collectives": summarise_collectives(writer.records) if rank == 0 else None,
         "boundaries": summarise_boundaries(writer.records) if rank == 0 else None,
+        "expert_rows": expert_rows(writer.records),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "pss_mb": proportional_mb(),
     }

@@ -39,6 +39,7 @@ def summarise(
         "broken_boundaries": sorted({tuple(e) for f in failures for e in f.get("edges", [(f["module"], f["port"])])}),
         "collectives": reports[0]["collectives"],
         "boundaries": reports[0]["boundaries"],
+        "expert_rows": _expert_rows([r["expert_rows"] for r in reports]),
         "max_abs_error": max((v["max_abs_error"] for v in values), default=None),
         "max_rel_error": max((v["max_rel_error"] for v in values), default=None),
         "max_error_in_tolerances": max((v["worst"] for v in values), default=None),
@@ -67,6 +68,12 @@ def _steps(prepared: Prepared) -> list[dict[str, Any]]:
         }
         for parts in prepared.schedule
     ]  # fmt: skip
+
+
+def _expert_rows(per_rank: list[int]) -> dict[str, Any]:
+    """Rows that each rank's experts worked on (all layers and steps), and how uneven they are."""
+    mean = sum(per_rank) / len(per_rank)
+    return {"per_rank": per_rank, "largest_over_mean": round(max(per_rank) / mean, 3) if mean else None}
 
 
 def failures_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -59,6 +59,12 @@ class Plan:
     pad: Literal["own", "dp_max"] = "own"
     decode: str | None = None
 
+    @property
+    def pads_to_dp_max(self) -> bool:
+        """Whether token rows are padded from the largest count of all dp ranks. Rows that an ep group joins must be
+        equally many, so a plan that joins them pads whatever it says."""
+        return self.pad == "dp_max" or any(row.input == "group-token" for row in self.rows.values())
+
     def row(self, module: str) -> Row | None:
         """The row that applies to a module: `*` in a pattern stands for the layer number."""
         return self.rows.get(_pattern_of(module))

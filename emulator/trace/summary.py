@@ -35,6 +35,15 @@ def summarise_collectives(records: Iterable[dict[str, Any]]) -> list[dict[str, A
     return list(rows.values())
 
 
+def expert_rows(records: Iterable[dict[str, Any]]) -> int:
+    """Rows that this rank's experts worked on, of all layers and steps."""
+    return sum(
+        r["inputs"][0]["shape"][0]
+        for r in records
+        if r["kind"] == "op" and r["op"] == "grouped_matmul" and r["module"].endswith("gate_up_proj")
+    )
+
+
 def summarise_boundaries(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """[{layer, module, port, layout, shape}] of every value that crosses a module's edge, in order."""
     keys = ("layer", "module", "port", "layout", "shape")

@@ -17,7 +17,6 @@ from emulator.verify import hypotheses_values as values
 from emulator.verify import hypotheses_weights as weights
 from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import ranks_text
-from emulator.verify.rows import spans
 from emulator.verify.scene import Diagnosis, Scene
 
 # slug -> what it says
