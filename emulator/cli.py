@@ -152,12 +152,15 @@ def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
 def check(
     trace_dir: Annotated[Path, typer.Argument(help="Folder with rank_<r>.jsonl files.")],
     contract: Annotated[str, typer.Option(help="Contract name or TOML file.")],
+    step: Annotated[
+        int | None, typer.Option(help="Only this step of the run (decode steps have another contract).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check the traces of an earlier run against a contract."""
     with _exit_codes():
         loaded = load_contract(contract)
-        result = check_folder(loaded, [read_trace(path) for path in trace_files(trace_dir)])
+        result = check_folder(loaded, [read_trace(path) for path in trace_files(trace_dir)], step)
         print(json.dumps(result)) if as_json else report.print_check(contract, result)
     raise typer.Exit(0 if result["verdict"] == "pass" else 1)
 

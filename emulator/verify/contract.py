@@ -238,8 +238,10 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
     )
 
 
-def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Checks every step in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module, layer,
+def check_folder(
+    contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]], only_step: int | None = None
+) -> dict[str, Any]:
+    """Checks every step (or one) in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module, layer,
     expected, found, detail}]}."""
     mesh = traces[0][0].get("mesh")
     size = math.prod(length for axis, length in mesh.items() if axis != "ep") if mesh else 0
@@ -248,7 +250,10 @@ def check_folder(contract: Contract, traces: Sequence[tuple[dict[str, Any], list
         raise UsageError(f"traces of ranks {', '.join(map(str, sorted(missing)))} are missing")
     breaches = []
     for header, records in traces:
-        for step, of_step in steps_of(records):
+        steps = [(step, of_step) for step, of_step in steps_of(records) if only_step in (None, step["step"])]
+        if not steps:
+            raise UsageError(f"rank {header['rank']}: the trace has no step {only_step}")
+        for step, of_step in steps:
             found = check_trace(contract, of_step, step["symbols"], step["variants"])
             breaches += [{"rank": header["rank"], "step": step["step"], **vars(b)} for b in found]
     return {"verdict": "fail" if breaches else "pass", "ranks": len(traces), "breaches": breaches}
