@@ -63,7 +63,8 @@ class Contract(BaseModel):
 
 @dataclass(frozen=True)
 class Breach:
-    """One way in which a trace breaks a contract. seq: where in the trace; counts, which have no place, come last."""
+    """One way in which a trace breaks a contract. seq: where in the trace; counts, which have no place, come last.
+    what: count (a call too many or missing), layout (the shape is right), or shape."""
 
     module: str
     layer: int | None
@@ -72,6 +73,7 @@ class Breach:
     detail: str
     seq: int = 10**8
     port: str = "inside"
+    what: Literal["count", "layout", "shape"] = "shape"
 
 
 def load_contract(name: str) -> Contract:
@@ -158,9 +160,9 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             expected = {"layout": rule.layout, "shape": shape}
             found = {"layout": record["layout"], "shape": record["shape"]}
             detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
-            breaches.append(
-                Breach(record["module"], record["layer"], expected, found, detail, record.get("seq", 0), record["port"])
-            )
+            place = record.get("seq", 0), record["port"]
+            what: Literal["layout", "shape"] = "layout" if fits else "shape"
+            breaches.append(Breach(record["module"], record["layer"], expected, found, detail, *place, what))
     for (module, port), members in rules.items():
         for rule, shape in members:
             if met[id(rule)] < _scope_size(rule.per, symbols):
@@ -205,7 +207,7 @@ def _check_collectives(
             detail = f"{record['op']} on {record['group']} in {record['module']}: the contract has no such call"
             found = {"op": record["op"], "group": record["group"], "input": shapes[0], "output": shapes[1]}
             seq = record.get("seq", 0)
-            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail, seq))
+            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail, seq, what="count"))
             continue
         counts[id(match)] += 1
         for side, shape in zip((match.input, match.output), shapes):
@@ -221,7 +223,8 @@ def _check_collectives(
         calls = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
         if counts[id(rule)] != calls:
             detail = f"{rule.op} on {rule.group} in {rule.module}: {counts[id(rule)]} calls, expected {calls}"
-            breaches.append(Breach(rule.module, None, {"count": calls}, {"count": counts[id(rule)]}, detail))
+            found = {"count": counts[id(rule)]}
+            breaches.append(Breach(rule.module, None, {"count": calls}, found, detail, what="count"))
     return breaches
 
 
