@@ -220,7 +220,8 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
 def _functions_only(module: fx.GraphModule) -> fx.Graph:
     """A copy of the graph in which submodules are entered, so that every node is a function, a method or a weight."""
     if all(n.op != "call_module" for n in module.graph.nodes):
-        graph, copied = fx.Graph(), {}
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
         graph.output(graph.graph_copy(module.graph, copied))
         for old, new in copied.items():
             new._rename(old.name)

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator import job, launcher, profiles, report, shrink
+from emulator import job, launcher, matrix, profiles, report, report_faults, shrink
 from emulator.errors import RankError, UsageError
+from emulator.faults.catalogue import FAULTS, find_fault
 from emulator.layout.plan import load_plan
 from emulator.runtime.failure import explain
 from emulator.scenario import Scenario, default_out_dir, load_scenario, parse_requests
@@ -146,6 +147,60 @@ def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
         "failure": str(found.failure), "scenario": str(path), "commands": shrink.commands(found.scenario, path),
         "sizes": shrink.sizes(found.scenario), "runs": len(found.tried), "seconds": round(found.seconds, 1),
     }  # fmt: skip
+
+
+@app.command()
+def inject(
+    fault: Annotated[str | None, typer.Argument(help="Name of a fault; --list shows them.")] = None,
+    scenario: Annotated[str | None, typer.Argument(help="Scenario to run with it, as for `run`.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the faults.")] = False,
+    whole: Annotated[bool, typer.Option("--matrix", help="Run every fault on models x tp x tokens.")] = False,
+    only: Annotated[list[str] | None, typer.Option("--fault", help="Matrix: only this fault; repeatable.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Matrix: only this model; repeatable.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Plan; default: the one that the fault is made for.")] = None,
+    tp: Annotated[list[int] | None, typer.Option(help="Tensor-parallel ranks; repeatable for the matrix.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable for the matrix.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float64, float32 or bfloat16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and token ids.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a rank has stalled.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for traces and summary.json.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a scenario with a fault on purpose, list the faults, or show for all of them what finds them."""
+    with _exit_codes():
+        if listed:
+            report_faults.print_faults(list(FAULTS.values()))
+            return
+        if whole:
+            failed = _matrix(list(matrix.cells(only or ([fault] if fault else None), model, tp, tokens)), as_json)
+            raise typer.Exit(1 if failed else 0)
+        if fault is None or scenario is None or len(tp or [0]) != 1 or len(tokens or [0]) != 1:
+            raise UsageError("inject takes a fault and a scenario, with one --tp and --tokens; or --list, or --matrix")
+        sizes = {"tp": tp[0] if tp else None, "ep": ep}
+        given = {
+            "plan": plan, "parallel": {k: v for k, v in sizes.items() if v is not None}, "layers": layers,
+            "tokens": tokens[0] if tokens else None, "dtype": dtype, "variants": _variants(variant), "seed": seed,
+            "timeout": timeout,
+        }  # fmt: skip
+        loaded = matrix.faulty_scenario(find_fault(fault), scenario, given)
+        summary = _run(loaded, out or default_out_dir(loaded), as_json)
+    if summary is not None and as_json:
+        print(json.dumps(summary))
+    raise typer.Exit(0 if summary is None or summary["verdict"] == "pass" else 1)
+
+
+def _matrix(todo: list[matrix.Cell], as_json: bool) -> bool:
+    """Runs the matrix and prints it; whether a cell was missed, or detected against its claim."""
+    outcomes: list[matrix.Outcome] = []
+    with report.progress_bar(quiet=not sys.stderr.isatty()) as update:
+        for cell in todo:
+            update(f"{cell.fault} on {cell.model} tp {cell.tp}, {cell.tokens} tokens", len(outcomes) / len(todo))
+            outcomes.append(matrix.run_cell(cell))
+    print(json.dumps(matrix.as_json(outcomes))) if as_json else report_faults.print_matrix(outcomes)
+    return any(o.state in ("missed", "unexpected") for o in outcomes)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from emulator.model.program import Program, build_program
 from emulator.model.weights import Checkpoint, seeded, weight_groups
 from emulator.model.workload import build_workload, phase_of
 from emulator.passes.apply import apply_pass
+from emulator.passes.repetition import expand
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.scenario import Scenario, StepRequests
@@ -107,7 +108,7 @@ class _Graphs:
         rank_graph = lower(self.program, plan, self.mesh.sizes, tokens)
         for spec in scenario.passes:
             rank_graph = apply_pass(rank_graph, self.program.parameters, spec)
-        rank_graph = inject_in_graph(scenario.fault, rank_graph)
+        rank_graph = expand(inject_in_graph(scenario.fault, rank_graph))
         if scenario.static_check and rank_graph.violations:
             raise LayoutError(told_violations(rank_graph, scenario.passes), rank_graph.violations)
         return rank_graph

@@ -55,8 +55,8 @@ class Scenario(BaseModel):
 
     tokens: of one prefill request per dp rank, where no step is given. step: batches that run one after the other on
     the same caches. model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json
-    to change. weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over the
-    rank graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
+    to change. weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over
+    the rank graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
     faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do).
     """
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from emulator.faults.fault import Case, at, rank_fault
+from emulator.faults.fault import Case, at, no_padding, no_row_on_rank_1, rank_fault
 from emulator.faults.on_rank import Move, RankSite, is_ids
 from emulator.faults.reductions import SHARED
 
@@ -76,14 +76,10 @@ def topk_minus_one_read_as_index(site: RankSite) -> None:
     site.wrap(site.find("0.self_attn.attn", "mla_sparse_attention"), unmasked)
 
 
-def _no_padding_rank(case: Case) -> str | None:
-    return None if case.tokens.padded != case.tokens.real else "there is no padding to be marked"
-
-
 @rank_fault(
     "behaviour", layers=3, cases=("mc2-mask-buffer-not-tp-aligned",),
-    places=(at("mlp.topk", "pad", "slice", "moe_topk", "getitem"), at("mlp.experts.dispatch", "moe_dispatch", "getitem")),
-    diagnoses="pad_leaked wrong_metadata", no_effect=_no_padding_rank,
+    places=(at("mlp.topk", "slice", "moe_topk"), at("mlp.experts.dispatch", "moe_dispatch")),
+    diagnoses="pad_leaked wrong_metadata", no_effect=no_padding,
 )  # fmt: skip
 def padding_marked_real(site: RankSite) -> None:
     """Padding rows are marked as real tokens, routed and dispatched to experts."""
@@ -123,13 +119,9 @@ def vocabulary_offset_of_first_rank(site: RankSite) -> None:
         site.wrap(site.find("model.embed_tokens", "embedding"), lambda op, ids, weight: op(ids, weight, 0))
 
 
-def _nothing_to_send(case: Case) -> str | None:
-    return None if case.num_real(1) else "rank 1 holds no real row"
-
-
 @rank_fault(
     "behaviour", layers=2, cases=("draft-steps-share-length-buffers",), places=at("self_attn", "all_gather", "unpad"),
-    diagnoses="stale_rows", no_effect=_nothing_to_send,
+    diagnoses="stale_rows", no_effect=no_row_on_rank_1,
 )  # fmt: skip
 def gather_sends_rows_of_last_layer(site: RankSite) -> None:
     """Rank 1 sends the buffer of the layer before into a gather."""
@@ -200,9 +192,7 @@ def collectives_swapped_on_one_rank(site: RankSite) -> None:
         site.find("2.mlp.experts", "all_to_all").prepend(site.find("2.mlp.shared_experts", "all_gather"))
 
 
-@rank_fault(
-    "behaviour", cases=("one-token-last-chunk-taken-for-decode",), places=at("mlp.down_proj", "reduce_scatter")
-)
+@rank_fault("behaviour", cases=("one-token-last-chunk-taken-for-decode",), places=at("mlp.down_proj", "reduce_scatter"))
 def rank_takes_another_path(site: RankSite) -> None:
     """Rank 1 decides by its own rows that this is decode and makes an all_reduce where the others reduce_scatter."""
 

@@ -41,7 +41,12 @@ def inject_in_graph(name: str | None, rank_graph: RankGraph) -> RankGraph:
 
 
 def inject_on_rank(
-    name: str | None, rank_graph: RankGraph, mesh: Mesh, rank: int, weights: Mapping[str, Tensor], inputs: dict[str, Any]
+    name: str | None,
+    rank_graph: RankGraph,
+    mesh: Mesh,
+    rank: int,
+    weights: Mapping[str, Tensor],
+    inputs: dict[str, Any],
 ) -> RankSite | None:
     """What one rank holds, is told and does under a fault; None when that is the graph's business only."""
     if name is None or find_fault(name).kind == "graph":

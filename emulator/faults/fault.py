@@ -51,6 +51,16 @@ def always(case: Case) -> None:
     """There is an effect, whatever the sizes."""
 
 
+def no_padding(case: Case) -> str | None:
+    if case.tokens.padded == case.tokens.real:
+        return f"{case.tokens.real} tokens divide over {case.mesh.tp} ranks: there is no padding"
+    return None
+
+
+def no_row_on_rank_1(case: Case) -> str | None:
+    return None if case.num_real(1) else "rank 1 holds no real row"
+
+
 @dataclass(frozen=True)
 class Fault:
     """inject: edits the SPMD graph (kind graph), or what one rank holds, is told or does (other kinds).

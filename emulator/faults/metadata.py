@@ -2,14 +2,13 @@
 
 import torch
 
-from emulator.faults.fault import Case, Place, at, rank_fault
-from emulator.faults.gathers import no_padding
+from emulator.faults.fault import Case, Place, at, no_padding, rank_fault
 from emulator.faults.on_rank import RankSite
 
 POSITIONS = (at("self_attn", "rope"), at("self_attn.indexer.wk", "dsa_indexer_key"))
 WRITES = at("self_attn.cache", "cache_write")
 ATTENTION = (at("self_attn.indexer", "dsa_indexer_topk"), at("self_attn.attn", "mla_sparse_attention"))
-MASK: tuple[Place, ...] = (at("mlp.topk", "pad", "slice", "moe_topk", "getitem"),)
+MASK: tuple[Place, ...] = (at("mlp.topk", "pad", "slice", "moe_topk"),)
 
 
 def _one_window(case: Case) -> str | None:
@@ -55,9 +54,7 @@ def slots_reversed_on_one_rank(site: RankSite) -> None:
         site.inputs["slots"] = site.inputs["slots"].flip(0)
 
 
-@rank_fault(
-    "metadata", layers=3, cases=("mc2-mask-buffer-not-tp-aligned",), places=MASK, diagnoses="wrong_metadata"
-)
+@rank_fault("metadata", layers=3, cases=("mc2-mask-buffer-not-tp-aligned",), places=MASK, diagnoses="wrong_metadata")
 def real_token_marked_pad(site: RankSite) -> None:
     """The mask calls the last real token padding: it reaches no expert."""
     site.inputs["token_mask"] = site.inputs["token_mask"].clone()
@@ -72,18 +69,14 @@ def kv_length_of_next_step(site: RankSite) -> None:
     site.inputs["kv_lens"] = site.inputs["kv_lens"] + 1
 
 
-@rank_fault(
-    "metadata", cases=("negative-key-length-on-graph-padding",), places=ATTENTION, diagnoses="wrong_metadata"
-)
+@rank_fault("metadata", cases=("negative-key-length-on-graph-padding",), places=ATTENTION, diagnoses="wrong_metadata")
 def negative_key_length(site: RankSite) -> None:
     """Rank 1's key length has become negative: rows of later ranks were subtracted without a clamp."""
     if site.rank == 1:
         site.inputs["kv_lens"] = torch.full_like(site.inputs["kv_lens"], -2)
 
 
-@rank_fault(
-    "metadata", cases=("one-token-last-chunk-taken-for-decode",), places=ATTENTION, diagnoses="wrong_metadata"
-)
+@rank_fault("metadata", cases=("one-token-last-chunk-taken-for-decode",), places=ATTENTION, diagnoses="wrong_metadata")
 def query_length_short_on_one_rank(site: RankSite) -> None:
     """Rank 1 counts one query token less than there is: its last row belongs to no request."""
     if site.rank == 1:

@@ -33,13 +33,22 @@ class GraphEdit:
         return find_node(self.graph, module, op, nth)
 
     def add(self, op: str, source: fx.Node, *args: Any) -> fx.Node:
-        """A new op of the vocabulary on `source`, right behind the last node added there."""
-        return self.call(getattr(torch.ops.emulator, op), source, *args)
+        """A new op of the vocabulary right behind `source`. A reduction belongs to the module whose sum it makes."""
+        node = self.call(getattr(torch.ops.emulator, op), source, *args)
+        if op in ("all_reduce", "reduce_scatter"):
+            while "module" not in source.meta:
+                source = source.args[0]
+            node.meta["module"] = source.meta["module"]
+        return node
 
     def call(self, target: Any, source: fx.Node, *args: Any) -> fx.Node:
         """A new call right behind `source`."""
         with self.graph.inserting_after(source):
             return self.graph.call_function(target, (source, *args))
+
+    def replace(self, node: fx.Node, op: str, *args: Any) -> None:
+        """Another op of the vocabulary in a transition's place, on the same operand."""
+        node.target, node.args = getattr(torch.ops.emulator, op), (node.args[0], *args)
 
     def gather(self, source: fx.Node) -> fx.Node:
         """local-token -> full-token, as lowering writes it."""
@@ -74,7 +83,7 @@ class GraphEdit:
 def find_node(graph: fx.Graph, module: str, op: str, nth: int = 0) -> fx.Node:
     """Raises UsageError when the graph has no such node: the fault does not apply to this plan or these sizes."""
     full = f"model.layers.{module}" if re.match(r"\d", module) else module
-    found = [n for n in graph.nodes if n.op == "call_function" and n.meta["module"] == full and word_of(n) == op]
+    found = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("module") == full and word_of(n) == op]
     if len(found) <= nth:
         raise UsageError(f"{op} number {nth + 1} of {full}: the graph has {len(found)}, so the fault does not apply")
     return found[nth]
@@ -82,7 +91,7 @@ def find_node(graph: fx.Graph, module: str, op: str, nth: int = 0) -> fx.Node:
 
 def word_of(node: fx.Node) -> str:
     """Op name, or the plain function's."""
-    return op_name(node.target) or getattr(node.target, "__name__", str(node.target))
+    return op_name(node.target) or str(getattr(node.target, "__name__", node.target))
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

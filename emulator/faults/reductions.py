@@ -2,10 +2,11 @@
 
 from torch import fx
 
-from emulator.faults.fault import Case, at, graph_fault
+from emulator.faults.fault import at, graph_fault
 from emulator.faults.on_graph import GraphEdit
 
 TWICE = "reduced_twice scaled"
+ADDS = (at("input_layernorm", "add_rms_norm2"), at("model.norm", "add_rms_norm"))  # who takes an MLP's sum
 SHARED = {"shared_experts": "gather_scatter"}
 
 
@@ -68,7 +69,7 @@ def local_moe_output_all_reduced(edit: GraphEdit) -> None:
 )
 def dense_mlp_sums_different_tokens(edit: GraphEdit) -> None:
     """A dense MLP keeps feature shards and an all_reduce while its input is local-token."""
-    _on_local_tokens(edit, "0.mlp", "0.mlp")
+    _on_local_tokens(edit, "0.mlp")
 
 
 @graph_fault(
@@ -77,10 +78,10 @@ def dense_mlp_sums_different_tokens(edit: GraphEdit) -> None:
 )  # fmt: skip
 def shared_experts_sum_different_tokens(edit: GraphEdit) -> None:
     """The shared expert keeps feature shards and an all_reduce on local-token rows (the RFC's literal row)."""
-    _on_local_tokens(edit, "2.mlp.shared_experts", "2.mlp.shared_experts")
+    _on_local_tokens(edit, "2.mlp.shared_experts")
 
 
-@graph_fault(plan="tp", places=(at("input_layernorm", "add_rms_norm2"), at("model.norm", "add_rms_norm")), diagnoses="not_reduced")
+@graph_fault(plan="tp", places=ADDS, diagnoses="not_reduced")
 def all_reduce_missing(edit: GraphEdit) -> None:
     """The all_reduce behind a row-parallel linear is left out: the residual takes one rank's share of the sum."""
     edit.without(edit.find("0.mlp.down_proj", "all_reduce"))
@@ -89,7 +90,7 @@ def all_reduce_missing(edit: GraphEdit) -> None:
 @graph_fault(places=at("mlp.down_proj", "slice"), diagnoses="not_reduced")
 def partial_sums_sliced(edit: GraphEdit) -> None:
     """Partial sums are cut to local tokens by a slice where a reduce_scatter belongs."""
-    _slice_for_reduce_scatter(edit, edit.find("0.mlp.down_proj", "reduce_scatter"))
+    edit.replace(edit.find("0.mlp.down_proj", "reduce_scatter"), "slice", "tp", edit.sizes["tp"], 0)
 
 
 @graph_fault(
@@ -98,27 +99,16 @@ def partial_sums_sliced(edit: GraphEdit) -> None:
 )  # fmt: skip
 def shared_expert_sum_missing(edit: GraphEdit) -> None:
     """The sharded shared expert's partial sums are taken for complete, beside a routed part that is right."""
-    _slice_for_reduce_scatter(edit, edit.find("2.mlp.shared_experts.down_proj", "reduce_scatter"))
+    edit.replace(edit.find("2.mlp.shared_experts.down_proj", "reduce_scatter"), "slice", "tp", edit.sizes["tp"], 0)
 
 
-def _own_rows_suffice(case: Case) -> str | None:
-    held = case.config.vocab_size // case.mesh.tp
-    for rank in range(case.mesh.tp):
-        start, end = case.tokens.window(rank)
-        if bool((case.input_ids[start:end] // held != rank).any()):
-            return None
-    return "every real token's embedding is on the rank that owns the token"
-
-
-@graph_fault(places=at("model.embed_tokens", "slice"), diagnoses="not_reduced", no_effect=_own_rows_suffice)
+@graph_fault(places=at("model.embed_tokens", "slice"), diagnoses="not_reduced")
 def embedding_not_reduced(edit: GraphEdit) -> None:
     """Rows of the vocabulary-parallel embedding are sliced before they are summed over the ranks."""
-    _slice_for_reduce_scatter(edit, edit.find("model.embed_tokens", "reduce_scatter"))
+    edit.replace(edit.find("model.embed_tokens", "reduce_scatter"), "slice", "tp", edit.sizes["tp"], 0)
 
 
-@graph_fault(
-    plan="tp", layers=2, places=at("input_layernorm", "add_rms_norm2"), diagnoses="not_reduced"
-)
+@graph_fault(plan="tp", layers=2, places=at("input_layernorm", "add_rms_norm2"), diagnoses="not_reduced")
 def norm_before_reduction(edit: GraphEdit) -> None:
     """The norm is applied to partial sums and its output is all_reduced: a norm is not linear."""
     edit.without(edit.find("0.mlp.down_proj", "all_reduce"))
@@ -127,24 +117,21 @@ def norm_before_reduction(edit: GraphEdit) -> None:
 
 
 @graph_fault(
-    plan="tp", ep_parts=2, places=at("mlp.down_proj", "all_reduce"), diagnoses="wrong_group not_reduced"
+    plan="tp", ep_parts=2, places=(at("mlp.down_proj", "all_reduce"), *ADDS), diagnoses="wrong_group not_reduced"
 )
 def reduced_over_ep_group(edit: GraphEdit) -> None:
     """A tp sum runs over the smaller ep group."""
-    node = edit.find("0.mlp.down_proj", "all_reduce")
-    node.args = (node.args[0], "ep", edit.sizes["ep"])
+    edit.replace(edit.find("0.mlp.down_proj", "all_reduce"), "all_reduce", "ep", edit.sizes["ep"])
 
 
-@graph_fault(places=at("mlp.down_proj", "all_reduce", "slice"))
+@graph_fault(places=at("mlp.down_proj"))
 def all_reduce_then_slice(edit: GraphEdit) -> None:
     """A partial sum becomes local-token by all_reduce and slice in place of reduce_scatter: right values, twice the
     bytes."""
     rows = edit.find("0.mlp.down_proj", "reduce_scatter")
-    partial = rows.args[0]
-    if edit.is_padded:
-        partial = edit.without(partial)
-    whole = _all_reduce(edit, partial)
-    edit.reroute(rows, edit.cut(whole))
+    partial = edit.find("0.mlp.down_proj", "linear")
+    edit.reroute(partial, _all_reduce(edit, partial))
+    edit.replace(rows, "slice", "tp", edit.sizes["tp"], 0)
 
 
 # --- edits -----------------------------------------------------------------------------------------------------------
@@ -164,16 +151,11 @@ def _without_cut(edit: GraphEdit, cut: fx.Node) -> None:
         edit.without(source)
 
 
-def _slice_for_reduce_scatter(edit: GraphEdit, rows: fx.Node) -> None:
-    edit.reroute(rows, edit.add("slice", rows.args[0], "tp", edit.sizes["tp"], 0))
-
-
-def _on_local_tokens(edit: GraphEdit, gathered_in: str, mlp: str) -> None:
+def _on_local_tokens(edit: GraphEdit, mlp: str) -> None:
     """Feature-sharded MLP without its gather, and all_reduce for its reduce_scatter."""
     if edit.is_padded:
-        edit.without(edit.find(gathered_in, "unpad"))
-    edit.without(edit.find(gathered_in, "all_gather"))
-    rows = edit.find(f"{mlp}.down_proj", "reduce_scatter")
-    edit.reroute(rows, _all_reduce(edit, rows.args[0]))
+        edit.without(edit.find(mlp, "unpad"))
+    edit.without(edit.find(mlp, "all_gather"))
     if edit.is_padded:
         edit.without(edit.find(f"{mlp}.down_proj", "pad"))
+    edit.replace(edit.find(f"{mlp}.down_proj", "reduce_scatter"), "all_reduce", "tp", edit.sizes["tp"])

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from emulator.faults.fault import Case, at, rank_fault
-from emulator.faults.gathers import no_padding
+from emulator.faults.fault import Case, at, no_padding, rank_fault
 from emulator.faults.on_rank import Move, RankSite
 
 SLICE = at("self_attn.o_proj", "slice")
@@ -82,7 +81,7 @@ def gathered_ranks_swapped(site: RankSite) -> None:
     site.stand_ins[site.find("0.self_attn", "all_gather").name] = stand_in
 
 
-@rank_fault("behaviour", places=at("self_attn", "unpad"), diagnoses="window_shift pad_leaked", no_effect=no_padding)
+@rank_fault("behaviour", places=at("self_attn", "unpad"), diagnoses=ORDER, no_effect=no_padding)
 def unpad_from_the_front(site: RankSite) -> None:
     """As many rows as there is padding are dropped from the front of gathered rows, not from their end."""
     if site.num_pads:
@@ -92,7 +91,7 @@ def unpad_from_the_front(site: RankSite) -> None:
 
 @rank_fault(
     "behaviour", cases=("uninitialised-pad-rows-spread-nan",), places=at("self_attn.o_proj", "pad", "slice"),
-    diagnoses="window_shift pad_leaked rows_permuted", no_effect=no_padding,
+    diagnoses=ORDER, no_effect=no_padding,
 )  # fmt: skip
 def pad_at_the_front(site: RankSite) -> None:
     """Padding is put in front of the rows before they are cut."""
@@ -118,14 +117,9 @@ def received_blocks_reversed(site: RankSite) -> None:
     site.stand_ins[site.find("2.mlp.experts.gate_up_proj", "all_to_all_rows").name] = stand_in
 
 
-def _aligned_mask(case: Case) -> str | None:
-    held = [case.num_real(r) for r in range(case.mesh.tp)]
-    return "every rank's slice of the mask is all real" if len(set(held)) == 1 else None
-
-
 @rank_fault(
     "behaviour", layers=3, cases=("mc2-mask-buffer-not-tp-aligned",), places=at("mlp.topk", "slice"),
-    diagnoses="window_shift wrong_metadata unknown", no_effect=_aligned_mask,
+    diagnoses="window_shift wrong_metadata",
 )  # fmt: skip
 def mask_cut_unlike_hidden(site: RankSite) -> None:
     """The token mask is cut one rank further than the hidden states: real tokens are lost, padding is dispatched."""

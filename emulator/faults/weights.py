@@ -2,7 +2,7 @@
 
 import torch
 
-from emulator.faults.fault import at, rank_fault
+from emulator.faults.fault import at, no_row_on_rank_1, rank_fault
 from emulator.faults.on_rank import RankSite
 
 BIAS = "weight_value bias_count"
@@ -56,7 +56,7 @@ def experts_of_another_rank(site: RankSite) -> None:
     site.parts[name] = site.weights[name].chunk(site.mesh.ep, 0)[block]
 
 
-@rank_fault("weights", places=at("self_attn.kv_b_proj", "mla_absorb", "getitem"), diagnoses="weight_value")
+@rank_fault("weights", places=at("self_attn.kv_b_proj", "mla_absorb"), diagnoses="weight_value")
 def kv_b_proj_halves_swapped(site: RankSite) -> None:
     """Each head's block of kv_b_proj holds [value | key] where [key | value] is meant, so W_UK_T and W_UV mix."""
     name = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -76,7 +76,7 @@ def weight_of_another_layer(site: RankSite) -> None:
 
 @rank_fault(
     "weights", layers=2, cases=("layer-shard-broadcast-unpaired",), places=at("self_attn.o_proj", "linear"),
-    diagnoses="weight_value",
+    diagnoses="weight_value", no_effect=no_row_on_rank_1,
 )  # fmt: skip
 def broadcast_weight_of_another_layer(site: RankSite) -> None:
     """Rank 1 missed a broadcast of layer-sharded weights and computes with the next layer's o_proj."""
@@ -93,7 +93,9 @@ def replicated_weight_differs(site: RankSite) -> None:
         site.parts[name][5] += 0.01
 
 
-@rank_fault("weights", cases=("o-proj-paths-disagree",), places=at("self_attn.o_proj", "linear"), diagnoses="weight_value")
+@rank_fault(
+    "weights", cases=("o-proj-paths-disagree",), places=at("self_attn.o_proj", "linear"), diagnoses="weight_value"
+)
 def channel_scale_missing(site: RankSite) -> None:
     """The per-channel scale of a quantised weight is not applied: its out-features are off by a factor each."""
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -127,7 +129,7 @@ def bias_added_tp_times(site: RankSite) -> None:
     site.parts[name] = site.part(name) * site.size
 
 
-@rank_fault("weights", layers=3, places=at("mlp.topk", "moe_topk", "getitem"), diagnoses=BIAS)
+@rank_fault("weights", layers=3, places=at("mlp.topk", "moe_topk"), diagnoses=BIAS)
 def router_bias_missing(site: RankSite) -> None:
     """The router's correction bias is zero on every rank, so other experts are chosen."""
     name = "model.layers.2.mlp.gate.e_score_correction_bias"

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from emulator.errors import UsageError
 from emulator.layout.annotate import annotate
 from emulator.layout.rank_graph import RankGraph
 from emulator.passes.normalise import normalise
+from emulator.passes.repetition import expand
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -65,7 +67,8 @@ def apply_pass(rank_graph: RankGraph, parameters: Mapping[str, Tensor], spec: st
         raise UsageError(f"pass {spec}: returned {type(result).__name__}, expected a torch.fx.GraphModule")
     check_graph_is_sound(result.graph, rank_graph, f"pass {spec}")
     normalise(result.graph, rank_graph.sizes, f"pass {spec}")
-    return annotate(result.graph, rank_graph)
+    whole = expand(replace(rank_graph, graph=result.graph, boundaries=[]))  # a pass may leave repeated regions
+    return annotate(whole.graph, rank_graph)
 
 
 def check_graph_is_sound(graph: fx.Graph, like: RankGraph, who: str) -> None:

@@ -81,11 +81,8 @@ def split_layers(rank_graph: RankGraph) -> Layers:
             used[operand].add(place[node])
     named = {node.name: node for node in place}
     for boundary in rank_graph.boundaries:
-        node, number = named[boundary.node], layer_of(boundary.module)
-        if number is not None:
-            at = place[node]
-            number = None if at is None else max(number, at)
-        used[node].add(number)
+        number = layer_of(boundary.module)
+        used[named[boundary.node]].add(number)
         (layers[number].boundaries if number in layers else parts.boundaries).append(boundary)
     for layer in parts.layers:
         layer.leaving = [i for i, node in enumerate(layer.nodes) if used[node] - {layer.number}]

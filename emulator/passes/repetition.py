@@ -62,7 +62,7 @@ def _runs(layers: list[Layer]) -> list[_Run]:
 def _extends(run: _Run, layer: Layer) -> bool:
     """Adds a layer to a run that it continues."""
     first, previous = run.layers[0], run.layers[-1]
-    if layer.number != previous.number + 1 or layer.pattern != first.pattern or previous.used_by - {layer.number}:
+    if layer.pattern != first.pattern or previous.used_by - {layer.number}:
         return False
     at = {node: i for i, node in enumerate(previous.nodes)}
     carried = {}

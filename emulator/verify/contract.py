@@ -65,7 +65,8 @@ class Contract(BaseModel):
 
 @dataclass(frozen=True)
 class Breach:
-    """One way in which a trace breaks a contract. seq: where in the trace; counts, which have no place, come last."""
+    """One way in which a trace breaks a contract. seq: where in the trace; counts, which have no place, come last.
+    what: count (a call too many or missing), layout (the shape is right), or shape."""
 
     module: str
     layer: int | None
@@ -74,6 +75,7 @@ class Breach:
     detail: str
     seq: int = 10**8
     port: str = "inside"
+    what: Literal["count", "layout", "shape"] = "shape"
 
 
 def load_contract(name: str) -> Contract:
@@ -162,9 +164,9 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
             expected = {"layout": rule.layout, "shape": shape}
             found = {"layout": record["layout"], "shape": record["shape"]}
             detail = f"{record['port']} of {record['module']} is {found['layout']} {found['shape']}"
-            breaches.append(
-                Breach(record["module"], record["layer"], expected, found, detail, record.get("seq", 0), record["port"])
-            )
+            place = record.get("seq", 0), record["port"]
+            what: Literal["layout", "shape"] = "layout" if fits else "shape"
+            breaches.append(Breach(record["module"], record["layer"], expected, found, detail, *place, what))
     for (module, port), members in rules.items():
         for rule, shape in members:
             if met[id(rule)] < _scope_size(rule.per, symbols):
@@ -209,7 +211,7 @@ def _check_collectives(
             detail = f"{record['op']} on {record['group']} in {record['module']}: the contract has no such call"
             found = {"op": record["op"], "group": record["group"], "input": shapes[0], "output": shapes[1]}
             seq = record.get("seq", 0)
-            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail, seq))
+            breaches.append(Breach(record["module"], record["layer"], {"op": None}, found, detail, seq, what="count"))
             continue
         counts[id(match)] += 1
         for side, shape in zip((match.input, match.output), shapes):
@@ -225,7 +227,8 @@ def _check_collectives(
         calls = rule.count * _scope_size(rule.per, symbols) if size > 1 else 0
         if counts[id(rule)] != calls:
             detail = f"{rule.op} on {rule.group} in {rule.module}: {counts[id(rule)]} calls, expected {calls}"
-            breaches.append(Breach(rule.module, None, {"count": calls}, {"count": counts[id(rule)]}, detail))
+            found = {"count": counts[id(rule)]}
+            breaches.append(Breach(rule.module, None, {"count": calls}, found, detail, what="count"))
     return breaches
 
 
@@ -241,8 +244,8 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
 def check_folder(
     contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]], only_step: int | None = None
 ) -> dict[str, Any]:
-    """Checks every step (or one) in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module, layer,
-    expected, found, detail}]}."""
+    """Checks every step (or one) in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module,
+    layer, expected, found, detail}]}."""
     mesh = traces[0][0].get("mesh")
     size = math.prod(length for axis, length in mesh.items() if axis != "ep") if mesh else 0
     missing = set(range(size)) - {header["rank"] for header, _ in traces}

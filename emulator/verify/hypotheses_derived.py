@@ -1,13 +1,16 @@
 """Operands made of weights alone (absorbed projections, gathered shards): what they should be, made again from the
 whole weights."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout
+from emulator.ops.registry import op_name
 from emulator.runtime.rank_weights import local_shard
-from emulator.verify.hypotheses_rerun import MOVES, Evidence, Values, op_name, transition
+from emulator.verify.hypotheses_moves import MOVES, Values, transition
+from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import ranks_text, verb
 from emulator.verify.scene import Diagnosis
 
@@ -17,7 +20,7 @@ def derived_weight(evidence: Evidence) -> Diagnosis | None:
     if not evidence.faithful:
         return None
     operands, differ, names = evidence.scene.operands, set[int](), []
-    for at, layout in evidence.operand_layouts():
+    for at, layout in evidence.tensors:
         argument = evidence.node.args[at]
         if layout.kind != "weight" or argument.op == "get_attr":
             continue
@@ -32,27 +35,24 @@ def derived_weight(evidence: Evidence) -> Diagnosis | None:
     if not differ or not evidence.gives_expected(evidence.run(operands)):
         return None
     taken = {rank: _taken_from(evidence, rank) for rank in sorted(differ)}
-    kind, texts = "weight_shard", []
+    texts, joined = [], ", ".join(names)
     for source in dict.fromkeys(taken.values()):
         ranks = [r for r, s in taken.items() if s == source]
         who = f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'compute')} with"
-        if source is None:
-            kind = "weight_value"
-            texts.append(f"{who} operands that {', '.join(names)} do{'es' if len(names) == 1 else ''} not give")
-        else:
-            texts.append(f"{who} rank {source}'s part of {', '.join(names)}")
-    text = f"{'; '.join(texts)}. With its own part the values are right."
-    return Diagnosis(kind, text, {"weights": names, "ranks": sorted(differ), "as_ranks": list(taken.values())})
+        texts.append(f"{who} {source} of {joined}" if source else f"{who} operands that do not come from {joined}")
+    text = f"{'; '.join(texts)}. With the proper part the values are right."
+    kind = "weight_shard" if all(taken.values()) else "weight_value"
+    return Diagnosis(kind, text, {"weights": names, "ranks": sorted(differ), "found": list(taken.values())})
 
 
-def _values(evidence: Evidence, node: Any, as_ranks: list[int]) -> Values | None:
-    """A value made of weights, on every rank; as_ranks: the rank whose shards each rank takes. None when activations
-    are in it."""
+def _values(evidence: Evidence, node: Any, as_ranks: Sequence[int | None]) -> Values | None:
+    """A value made of weights, on every rank; as_ranks: the rank whose shards each rank takes, None for whole weights.
+    None when activations are in it."""
     if node.op == "get_attr":
         whole, layout = evidence.scene.weights.get(str(node.target)), node.meta.get("layout")
         if whole is None or not isinstance(layout, Layout):
             return None
-        return [local_shard(whole, layout, evidence.mesh, r) for r in as_ranks]
+        return [whole if r is None else local_shard(whole, layout, evidence.mesh, r) for r in as_ranks]
     if node.op != "call_function" or node.kwargs:
         return None
     arguments: list[list[Any]] = [[] for _ in as_ranks]
@@ -70,15 +70,15 @@ def _values(evidence: Evidence, node: Any, as_ranks: list[int]) -> Values | None
     return [node.target(*mine) for mine in arguments]
 
 
-def _taken_from(evidence: Evidence, rank: int) -> int | None:
-    """The rank whose part of the weights gives this rank's operands."""
-    places = [at for at, layout in evidence.operand_layouts() if layout.kind == "weight"]
-    for other in evidence.ranks:
+def _taken_from(evidence: Evidence, rank: int) -> str:
+    """Which part of the weights gives this rank's operands; empty for none."""
+    places = [at for at, layout in evidence.tensors if layout.kind == "weight"]
+    for other in (*evidence.ranks, None):
         as_ranks = [other if r == rank else r for r in evidence.ranks]
         made = [_values(evidence, evidence.node.args[at], as_ranks) for at in places]
         if all(v is None or _same(evidence.operand(at)[rank], v[rank]) for at, v in zip(places, made)):
-            return other
-    return None
+            return "the whole" if other is None else f"rank {other}'s part"
+    return ""
 
 
 def _weights_behind(node: fx.Node) -> list[str]:

@@ -5,7 +5,6 @@ Nothing here talks to other ranks: transition ops are carried out over the list 
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -14,16 +13,11 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from emulator.layout.placement import Layout
 from emulator.ops.registry import LOCAL, OPS, Mixed, op_name
-from emulator.ops.transition import TRANSITIONS
-from emulator.runtime.collectives import splits
-from emulator.runtime.mesh import Mesh
+from emulator.verify.hypotheses_moves import MOVES, Values, total, transition
 from emulator.verify.rows import Tolerance
 from emulator.verify.scene import Scene
 
-Values = list[Tensor]
-
 _EXPLAINED = 0.2  # what a hypothesis leaves unexplained may be this share of the error at most
-MOVES = tuple(name for name in TRANSITIONS if name not in ("pad", "unpad"))
 
 
 class Evidence:
@@ -40,17 +34,25 @@ class Evidence:
         layouts = scene.node.meta["layout"]
         self.layout: Layout = layouts[scene.output] if isinstance(layouts, tuple) else layouts
         self.op = op_name(scene.node.target)
+        self.wrong = scene.wrong
         self.ranks = range(len(scene.found))
         self.partial_axes = [axis for axis, p in self.layout.placements if isinstance(p, Partial)]
-        self.want = [
-            scene.reference if e is None and self.partial_axes else e for e in (scene.expected[r] for r in self.ranks)
+        self.want: list[Tensor | None] = [
+            scene.reference if e is None and self.partial_axes else e for e in scene.expected
         ]
         self.held = self._settled(scene.found)
         self.limits = [self._limit(r) for r in self.ranks]
+        self.shares = False
         own = self.run(scene.operands)
         self.raised = own is None and not any(f.numel() for f in scene.found)
         self.faithful = self.raised or self.gives_found(own, self.ranks)
         self.healthy = own is not None and self.gives_expected(own)
+        if own is not None and self.healthy and self.partial_axes:
+            # a share has no reference, but the operands give it: what is found is compared with that, rank by rank
+            self.shares, self.partial_axes = True, []
+            self.wrong = [r for r in self.ranks if not self.gives_found(own, [r])]
+            self.want, self.held = list(own), list(scene.found)
+            self.limits = [self._limit(r) for r in self.ranks]
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
@@ -61,21 +63,45 @@ class Evidence:
         compared = False
         for rank, value in enumerate(self._settled(values)):
             want = self.want[rank]
-            if want is None or not want.numel():
+            if want is None or (not want.numel() and self.layout.kind != "rows"):
                 continue
             if value is None or not self.has_shape(value, rank) or not self.close(value[: len(want)], want, rank):
                 return False
-            compared |= rank in self.scene.wrong
+            compared |= rank in self.wrong
         return compared
 
-    def gives_reference(self, values: Values | None) -> bool:
-        """Whether every rank has the whole reference: right, where the node's layout is only a guess."""
-        reference = self.scene.reference
-        return values is not None and reference is not None and all(self.close(v, reference, 0) for v in values)
+    def is_laid_out(self, values: Values | None) -> bool:
+        """Whether these values are the reference in one sound layout: whole, local rows, or a shard of features."""
+        reference, tp = self.scene.reference, self.mesh.tp
+        if values is None or reference is None or not reference.numel():
+            return False
+        if all(self.close(v, reference, r) for r, v in enumerate(values)):
+            return True
+        if self.layout.kind != "token" or tp == 1:
+            return False
+        windows = [reference[slice(*self.window(r))] for r in self.ranks]
+        if all(len(v) == self.tokens.per for v in values):
+            return all(self.close(v[: len(w)], w, r) for r, (v, w) in enumerate(zip(values, windows)))
+        return any(
+            all(self.close(v, reference.chunk(tp, d)[self.mesh.index("tp", r)], r) for r, v in enumerate(values))
+            for d in range(1, reference.dim())
+            if reference.shape[d] % tp == 0
+        )
+
+    def is_right(self, values: Values | None) -> bool:
+        """Right by the node's layout; or in any, where operands that do not fit make the layout a guess."""
+        return self.gives_expected(values) or (self.misfit and self.is_laid_out(values))
+
+    @property
+    def misfit(self) -> bool:
+        """Whether the operands' rows differ in number: of other tokens, or padded."""
+        layouts = [(at, x) for at, x in self.tensors if x.kind in ("token", "rows")]
+        rows = {len(self.operand(at)[0]) for at, _ in layouts if self.operand(at)[0].dim()}
+        return self.raised or len(rows) > 1
 
     def gives_found(self, values: Values | None, ranks: Sequence[int] | None = None) -> bool:
         """Whether these values are those found on the ranks (default: the wrong ones)."""
-        ranks = self.scene.wrong if ranks is None else ranks
+        ranks = self.wrong if ranks is None else ranks
         return values is not None and all(self.close(values[r], self.scene.found[r], r) for r in ranks)
 
     def close(self, value: Tensor, other: Tensor, rank: int) -> bool:
@@ -97,7 +123,8 @@ class Evidence:
         """Whether a value has the shape of this rank's: the real rows, and the padding that its layout has."""
         want = self.want[rank]
         assert want is not None
-        return value.shape[1:] == want.shape[1:] and len(value) == self.num_rows(rank)
+        rows = (self.num_rows(rank), self.tokens.real) if self.node.meta.get("padded") else (self.num_rows(rank),)
+        return value.shape[1:] == want.shape[1:] and len(value) in rows
 
     def num_rows(self, rank: int) -> int:
         """Rows of this rank's value, padding included."""
@@ -124,7 +151,7 @@ class Evidence:
 
     def wrong_ranks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(rank, real rows held, rows wanted) of the wrong ranks that have real rows and the right shape."""
-        for rank in self.scene.wrong:
+        for rank in self.wrong:
             held, want = self.held[rank], self.want[rank]
             if held is not None and want is not None and want.numel() and self.has_shape(held, rank):
                 yield rank, held[: len(want)], want
@@ -136,7 +163,7 @@ class Evidence:
 
     def all_compared(self) -> bool:
         """Whether every wrong rank with real rows has the right shape."""
-        wanted = [r for r in self.scene.wrong if (w := self.want[r]) is not None and w.numel()]
+        wanted = [r for r in self.wrong if (w := self.want[r]) is not None and w.numel()]
         return bool(wanted) and self.compared == wanted
 
     def share(self, whole: Tensor, rank: int, *, window: bool = True) -> Tensor | None:
@@ -166,7 +193,7 @@ class Evidence:
 
     def _limit(self, rank: int) -> float:
         held, want, limit = self.held[rank], self.want[rank], self.scene.tolerance
-        if rank not in self.scene.wrong or held is None or want is None or not want.is_floating_point():
+        if rank not in self.wrong or held is None or want is None or not want.is_floating_point():
             return limit
         if held.shape[1:] != want.shape[1:] or len(held) < len(want) or not want.numel():
             return limit
@@ -205,8 +232,8 @@ class Evidence:
         """Arguments that the runtime adds on this rank (as_rank: those of another rank)."""
         if self.op not in OPS or OPS[self.op].rank_args is None:
             return {}
-        at = next(i for i, layout in self.operand_layouts() if layout.kind == "weight")
-        axis = next((axis for axis, _ in dict(self.operand_layouts())[at].placements), None)
+        at = next(i for i, layout in self.tensors if layout.kind == "weight")
+        axis = next((axis for axis, _ in dict(self.tensors)[at].placements), None)
         index = self.mesh.index(axis, rank if as_rank is None else as_rank) if axis else 0
         make: Callable[..., dict[str, Any]] = OPS[self.op].rank_args  # type: ignore[assignment]
         return make(operands[at], index)
@@ -227,7 +254,8 @@ class Evidence:
         """One operand on every rank."""
         return [operands[at] for operands in self.scene.operands]
 
-    def operand_layouts(self) -> list[tuple[int, Layout]]:
+    @property
+    def tensors(self) -> list[tuple[int, Layout]]:
         """(position, layout) of the operands that are single tensors."""
         found = []
         for at, argument in enumerate(self.node.args):
@@ -253,6 +281,12 @@ class Evidence:
     def name_of(self, at: int) -> str:
         return self.argument_names()[at]
 
+    def operand_text(self, at: int) -> str:
+        """`x` (linear_3)"""
+        argument = self.node.args[at]
+        node = f" ({argument.name})" if isinstance(argument, fx.Node) else ""
+        return node[2:-1] if node and self.name_of(at).startswith("argument") else f"`{self.name_of(at)}`{node}"
+
     def index_of(self, name: str) -> int | None:
         """Position of a given argument."""
         names = self.argument_names()
@@ -267,41 +301,3 @@ class Evidence:
             if groups and len(groups[0]) > 1:
                 found.setdefault(str(groups), axis)
         return list(found.values())
-
-
-def total(parts: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.add, parts)
-
-
-def transition(op: str, operands: list[list[Any]], mesh: Mesh) -> Values:
-    """A transition op on every rank: its meaning in runtime/collectives, over a list of values."""
-    values = [args[0] for args in operands]
-    result = []
-    for rank, args in enumerate(operands):
-        axis = args[3] if op == "all_to_all_rows" else args[1]
-        members, index = mesh.members(axis, rank), mesh.index(axis, rank)
-        parts = [values[m] for m in members]
-        if op == "slice":
-            result.append(values[rank].chunk(args[2], args[3])[index])
-        elif op == "all_reduce":
-            result.append(total(parts))
-        elif op == "reduce_scatter":
-            result.append(total(parts).chunk(len(members), args[3])[index])
-        elif op == "all_gather":
-            result.append(torch.cat(parts, args[3]))
-        elif op == "all_to_all":
-            result.append(torch.cat([p.chunk(args[2], args[3])[index] for p in parts], args[4]))
-        else:
-            assert op == "all_to_all_rows", op
-            sent = [values[m].split(splits(operands[m][1], args[4]))[index] for m in members]
-            result.append(torch.cat(sent))
-    return result
-
-
-def upstream(node: fx.Node) -> Iterator[fx.Node]:
-    """The transitions and views that a value came through, last first, and the op behind them."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        yield node
-        if op_name(node.target) not in (*TRANSITIONS, None) or not node.args:
-            return
-        node = node.args[0]

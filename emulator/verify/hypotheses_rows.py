@@ -1,14 +1,14 @@
 """Hypotheses about rows: right values in the wrong place, too many or too few of them, slices of the wrong dim."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from emulator.ops.registry import op_name
 from emulator.verify.hypotheses_orders import PAD, natural, orders
-from emulator.verify.hypotheses_rerun import Evidence, upstream
+from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import ranks_text, rows_text, verb
 from emulator.verify.rows import locate, spans
 from emulator.verify.scene import Diagnosis
@@ -34,9 +34,13 @@ class _Moved:
 
 def named_order(evidence: Evidence) -> Diagnosis | None:
     """The rows of all ranks stand in an order that has a name."""
-    tokens = evidence.tokens
-    moved = _moved(evidence)
-    if not moved or evidence.mesh.tp != tokens.parts or (evidence.is_local and tokens.per == 1):
+    tokens, moved = evidence.tokens, _moved(evidence)
+    if (
+        not moved
+        or evidence.layout.kind != "token"
+        or evidence.mesh.tp != tokens.parts
+        or (evidence.is_local and tokens.per == 1)
+    ):
         return None
     if sum(len(m.real) for m in moved) < 2:
         return None
@@ -50,17 +54,25 @@ def named_order(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
+def rotated(evidence: Evidence) -> Diagnosis | None:
+    """All rows are shifted by k, and those of one end stand at the other."""
+    moved, tokens = _moved(evidence), evidence.tokens
+    if not moved or evidence.layout.kind != "token" or (evidence.is_local and tokens.per == 1):
+        return None
+    for k in sorted(set().union(*(m.offsets for m in moved)), key=abs):
+        around = [(i + k) % tokens.real for i in range(tokens.real)]
+        windows = k % tokens.per == 0 and tokens.per > 1  # an order of whole windows has its own name
+        if not windows and all(_is_order(evidence, around, rank) for rank in evidence.ranks):
+            text = f"Rows are shifted by {k:+d}, around the end. {_example(moved[0])}"
+            return Diagnosis("window_shift", text, {"shifts": [k], "ranks": {str(m.rank): m.sources for m in moved}})
+    return None
+
+
 def window_shift(evidence: Evidence) -> Diagnosis | None:
     """The wrong rows are other rows of the reference: another rank's window, or a shift."""
     moved = _moved(evidence)
     if not moved or not any(m.real for m in moved):
         return None
-    real = evidence.tokens.real
-    for k in sorted(set().union(*(m.offsets for m in moved)), key=abs):
-        around = [(i + k) % real for i in range(real)]
-        if evidence.layout.kind == "token" and all(_is_order(evidence, around, rank) for rank in evidence.ranks):
-            text = f"Rows are shifted by {k:+d}, around the end. {_example(moved[0])}"
-            return Diagnosis("window_shift", text, {"shifts": [k], "ranks": {str(m.rank): m.sources for m in moved}})
     if any(len(m.offsets) > 1 for m in moved) and _once(evidence, moved):
         return None  # the same rows in another order
     told: dict[str, list[int]] = {}
@@ -95,7 +107,7 @@ def wrong_row_count(evidence: Evidence) -> Diagnosis | None:
     if evidence.layout.kind != "token" or evidence.scene.reference is None:
         return None
     kinds: dict[str, list[int]] = {}
-    for rank in evidence.scene.wrong:
+    for rank in evidence.wrong:
         held, want = evidence.held[rank], evidence.want[rank]
         if want is None or not want.numel():
             continue
@@ -109,20 +121,16 @@ def wrong_row_count(evidence: Evidence) -> Diagnosis | None:
     found, meant = len(evidence.scene.found[ranks[0]]), evidence.num_rows(ranks[0])
     who = f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'hold')}"
     words = {
-        "residual_gathered": f"{who} {found} rows where {meant} were meant: a full value was gathered again, its rows "
-        f"repeat {found // max(evidence.tokens.real, 1)} times",
-        "not_sliced": f"{who} all {evidence.tokens.real} rows (full-token) where its own {meant} were meant (local-token)",
-        "not_gathered": f"{who} the rows of one rank only, {found} of {meant}: the value was not gathered over the tp group",
-        "pad_leaked": f"{who} {found} rows where {meant} were meant: the padding rows behind them were not removed",
+        "residual_gathered": f"a full value was gathered again, its rows repeat {found // evidence.tokens.real} times",
+        "not_sliced": "these are all rows (full-token), not its own (local-token)",
+        "not_gathered": "these are the rows of one rank only, not gathered over the tp group",
+        "pad_missing": "padding is missing",
+        "pad_leaked": "the padding rows behind them were not removed",
     }
-    cut = next((n for n in upstream(evidence.node) if op_name(n.target) == "slice" and n.args[3]), None)
-    if kind == "pad_leaked" and cut is not None:
-        kind = "feature_slice"
-        words[kind] = f"{who} a slice of features (dim {cut.args[3]}, cut by {cut.name}) of all rows and their padding"
-        words[kind] += ": a slice of tokens was meant"
+    text = f"{who} {found} row{'s' if found != 1 else ''} where {meant} were meant: {words[kind]}."
     if evidence.op == "all_gather" and kind == "not_sliced":
-        kind, words["residual_gathered"] = "residual_gathered", words["not_sliced"] + ": it was gathered"
-    return Diagnosis(kind, words[kind] + ".", {"rows": found, "right_rows": meant, "ranks": ranks})
+        kind = "residual_gathered"
+    return Diagnosis(kind, text, {"rows": found, "right_rows": meant, "ranks": ranks})
 
 
 def feature_slice(evidence: Evidence) -> Diagnosis | None:
@@ -130,7 +138,7 @@ def feature_slice(evidence: Evidence) -> Diagnosis | None:
     reference, size = evidence.scene.reference, evidence.mesh.tp
     if reference is None or evidence.layout.kind != "token" or evidence.partial_axes or size == 1:
         return None
-    ranks = [r for r in evidence.scene.wrong if (w := evidence.want[r]) is not None and w.numel()]
+    ranks = [r for r in evidence.wrong if (w := evidence.want[r]) is not None and w.numel()]
     for dim in range(reference.dim()):
         whole, words = reference, f"a slice of features (dim {dim}) of all tokens"
         if dim == 0:
@@ -179,14 +187,14 @@ def _sources(evidence: Evidence, rank: int, held: Tensor) -> list[int | None]:
 
 
 def _pool(evidence: Evidence, rank: int) -> Tensor | None:
-    if evidence.layout.kind != "token":
+    if evidence.layout.kind != "token" or evidence.shares:
         return evidence.want[rank]
     reference = evidence.scene.reference
     return None if reference is None else evidence.share(reference, rank, window=False)
 
 
 def _is_padding(rows: Tensor) -> list[bool]:
-    flat = rows.reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     return (flat.isnan() if rows.is_floating_point() else flat == -1).all(-1).tolist()
 
 
@@ -201,11 +209,12 @@ def _is_order(evidence: Evidence, order: list[int], rank: int) -> bool:
         return True
     per, index = evidence.tokens.per, evidence.mesh.index("tp", rank)
     mine = order[index * per : (index + 1) * per] if evidence.is_local else order
-    known = [(i, token) for i, token in enumerate(mine[: len(want)]) if token != PAD]
-    if len(held) < len(want) or not known:
+    if len(held) < len(want) or len(mine) < len(want):
         return False
-    at, tokens = (list(x) for x in zip(*known))
-    return bool(evidence.tolerance(rank).close_rows(held[at], pool[tokens]).all())
+    pads = [i for i, token in enumerate(mine[: len(want)]) if token == PAD]
+    known = [i for i, token in enumerate(mine[: len(want)]) if token != PAD]
+    right = pool[[mine[i] for i in known]]
+    return all(_is_padding(held[pads])) and bool(evidence.tolerance(rank).close_rows(held[known], right).all())
 
 
 def _whose(evidence: Evidence, moved: _Moved) -> str:
@@ -257,7 +266,8 @@ def _count_kind(evidence: Evidence, rank: int, at: list[int | None]) -> str:
     if len(at) >= 2 * real and (at == whole * (len(at) // real) or at == padded * (len(at) // tokens.padded)):
         return "residual_gathered"
     if evidence.is_local:
-        return "not_sliced" if at in (whole, padded) else ""
+        own = list(range(*evidence.window(rank)))
+        return "not_sliced" if at in (whole, padded) else "pad_missing" if at == own else ""
     if at == padded:
         return "pad_leaked"
     for index in range(tokens.parts):

@@ -1,6 +1,10 @@
 """Hypotheses about values in the right place: stale rows, NaN, constant factors."""
 
+import torch
+from torch import Tensor
+
 from emulator.layout.placement import Layout
+from emulator.ops.registry import LOCAL
 from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_rows import wrong_rows
 from emulator.verify.hypotheses_words import constant_factor, factor_text, ranks_text, rows_text, verb
@@ -34,6 +38,26 @@ def stale_rows(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
+def stale_operand(evidence: Evidence) -> Diagnosis | None:
+    """With another known value in an operand's place the value is right."""
+    if not evidence.faithful:
+        return None
+    for at, layout in evidence.tensors:
+        values = evidence.operand(at)
+        if layout.kind != "token" or not any(v.nan_to_num().any() for v in values):
+            continue
+        for name, whole in evidence.scene.related.items():
+            rows = [slice(*evidence.window(r)) if layout.on("tp") == LOCAL else slice(None) for r in evidence.ranks]
+            parts = [whole[r] if whole.dim() else whole for r in rows]
+            if any(p.shape[1:] != v.shape[1:] or len(p) > len(v) or p.dtype != v.dtype for p, v in zip(parts, values)):
+                continue
+            filled = [torch.cat((p, v[len(p) :])) for p, v in zip(parts, values)]
+            if evidence.gives_expected(evidence.run(evidence.replaced(at, filled))):
+                text = f"Operand {evidence.operand_text(at)} is another value than meant: {name} gives the right one."
+                return Diagnosis("stale_rows", text, {"operand": at, "right": name})
+    return None
+
+
 def pad_leaked(evidence: Evidence) -> Diagnosis | None:
     """NaN in real rows."""
     rows: dict[int, list[int]] = {}
@@ -45,7 +69,11 @@ def pad_leaked(evidence: Evidence) -> Diagnosis | None:
     if not rows:
         return None
     ranks = list(rows)
-    unit = {"cache": "slot", "token": "token row"}.get(evidence.layout.kind, "row")
+    if evidence.layout.kind == "cache":
+        slots = rows_text(rows[ranks[0]], "slot")
+        text = f"{ranks_text(ranks, evidence.mesh.size)} did not write {slots}, which should hold rows: they are NaN."
+        return Diagnosis("pad_leaked", text, {"slots": {str(r): v for r, v in rows.items()}})
+    unit = "token row" if evidence.layout.kind == "token" else "row"
     text = (
         f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'hold')} NaN in {rows_text(rows[ranks[0]], unit)}"
         f"{f' (rank {ranks[0]})' if len(ranks) > 1 else ''}; {_nan_source(evidence, ranks[0])}."
@@ -89,22 +117,27 @@ def scaled(evidence: Evidence) -> Diagnosis | None:
 
 
 def _where(evidence: Evidence, rank: int) -> str:
-    """ " in rows 0..4" where only some rows, or columns, of a rank are wrong."""
+    """Which rows and columns of a rank are wrong, if not all are; zeros and unwritten slots do not count."""
     _, held, want = next(found for found in evidence.wrong_ranks() if found[0] == rank)
-    differ = ~evidence.tolerance(rank).close(held, want) & (want != 0)
-    rows = differ.reshape(len(differ), -1).any(-1).nonzero().flatten().tolist()
-    where = ""
-    if len(rows) < len(held):
-        where = f" in {rows_text([evidence.start(rank) + i for i in rows])} (rank {rank})"
-    if held.dim() > 1:
-        columns = differ.reshape(-1, differ.shape[-1]).any(0).nonzero().flatten().tolist()
-        where += f" in {rows_text(columns, 'column')}" if len(columns) < held.shape[-1] else ""
-    return where
+    counted = (want != 0) & want.isfinite()
+    differ = ~evidence.tolerance(rank).close(held, want) & counted
+    unit, where = ("slot" if evidence.layout.kind == "cache" else "row"), ""
+    rows, all_rows = _lines(differ, 0), _lines(counted, 0)
+    if rows != all_rows:
+        where = f" in {rows_text([evidence.start(rank) + i for i in rows], unit)}"
+    if held.dim() > 1 and _lines(differ, -1) != _lines(counted, -1):
+        where += f" in {rows_text(_lines(differ, -1), 'column')}"
+    return f"{where} (rank {rank})" if where and len(evidence.wrong) > 1 else where
+
+
+def _lines(mask: Tensor, dim: int) -> list[int]:
+    """Rows, or columns, that hold a True."""
+    return mask.movedim(dim, 0).reshape(mask.shape[dim], -1).any(-1).nonzero().flatten().tolist()
 
 
 def _nan_source(evidence: Evidence, rank: int) -> str:
     """Which operand of a rank holds NaN, and where."""
-    for at, layout in evidence.operand_layouts():
+    for at, layout in evidence.tensors:
         value = evidence.operand(at)[rank]
         if not value.is_floating_point() or not value.dim() or not value.isnan().any():
             continue

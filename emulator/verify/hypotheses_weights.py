@@ -11,7 +11,8 @@ from emulator.ops.registry import op_name
 from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_weights import local_shard
-from emulator.verify.hypotheses_rerun import Evidence, Values
+from emulator.verify.hypotheses_moves import Values
+from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import constant_factor, factor_text, ranks_text, rows_text, verb
 from emulator.verify.rows import Tolerance, locate, spans
 from emulator.verify.scene import Diagnosis
@@ -52,7 +53,7 @@ def weight_operand(evidence: Evidence) -> Diagnosis | None:
 def weight_placement(evidence: Evidence) -> Diagnosis | None:
     """The weight operand is what the layout says, but another part of the whole weight gives the right value (or, in
     an op that did not do as told, the value found)."""
-    scene, mesh = evidence.scene, evidence.mesh
+    mesh = evidence.mesh
     for at, name, layout, whole in _weights(evidence):
         used = evidence.operand(at)
         for words, values in _parts(whole, name, mesh):
@@ -63,9 +64,9 @@ def weight_placement(evidence: Evidence) -> Diagnosis | None:
                 text = f"The ranks compute with {_part_word(name, layout)}; {words} gives the right values."
                 return Diagnosis("weight_shard", text, {"weight": name, "layout": str(layout), "right": words})
             if evidence.healthy and evidence.gives_found(result):
-                who = f"{ranks_text(scene.wrong, mesh.size)} {verb(scene.wrong, 'compute')}"
+                who = f"{ranks_text(evidence.wrong, mesh.size)} {verb(evidence.wrong, 'compute')}"
                 text = f"{who} with {words}, not with {_part_word(name, layout)}."
-                return Diagnosis("weight_shard", text, {"weight": name, "ranks": scene.wrong, "found": words})
+                return Diagnosis("weight_shard", text, {"weight": name, "ranks": evidence.wrong, "found": words})
         if found := _other_shard_used(evidence, at, name, layout, whole):
             return found
     return None
@@ -127,7 +128,7 @@ def bias_count(evidence: Evidence) -> Diagnosis | None:
 
 def _weights(evidence: Evidence) -> Iterator[tuple[int, str, Layout, Tensor]]:
     """(position, name, layout, whole weight) of the operands that are parameters."""
-    for at, layout in evidence.operand_layouts():
+    for at, layout in evidence.tensors:
         argument = evidence.node.args[at]
         if argument.op == "get_attr" and str(argument.target) in evidence.scene.weights:
             yield at, str(argument.target), layout, evidence.scene.weights[str(argument.target)]
@@ -158,18 +159,18 @@ def _other_shard_used(evidence: Evidence, at: int, name: str, layout: Layout, wh
     """An op that worked with another rank's shard than the one it was given."""
     if not evidence.healthy or not layout.placements:
         return None
-    scene, axis = evidence.scene, layout.placements[0][0]
+    axis = layout.placements[0][0]
     taken: dict[int, int] = {}
-    for rank in scene.wrong:
+    for rank in evidence.wrong:
         for other in evidence.mesh.members(axis, rank):
             shard = local_shard(whole, layout, evidence.mesh, other)
             values = evidence.run(evidence.replaced(at, [shard] * evidence.mesh.size))
             if other != rank and evidence.gives_found(values, [rank]):
                 taken[rank] = other
-    if len(taken) < len(scene.wrong):
+    if len(taken) < len(evidence.wrong):
         return None
     text = "; ".join(f"Rank {r} computes with rank {o}'s shard of {name} ({layout})" for r, o in taken.items()) + "."
-    return Diagnosis("weight_shard", text, {"weight": name, "ranks": scene.wrong, "as_ranks": list(taken.values())})
+    return Diagnosis("weight_shard", text, {"weight": name, "ranks": evidence.wrong, "as_ranks": list(taken.values())})
 
 
 def _what_it_is(
@@ -232,6 +233,8 @@ def _difference(value: Tensor, proper: Tensor, whole: Tensor) -> str:
         if len(known) == len(at) and len(at) > 1:
             if known == list(range(len(at)))[::-1]:
                 return f"with its {unit}s reversed"
+            if known == [(i + known[0]) % len(at) for i in range(len(at))]:
+                return f"with its {unit}s rotated by {known[0]}"
             moved = [i for i, j in enumerate(at) if i != j]
             return f"with {unit}s {spans([at[i] for i in moved])} in place of {spans(moved)}"
     largest = float((value.double() - proper.double()).abs().nan_to_num(float("inf")).max())

@@ -3,6 +3,7 @@
 Rows are indices of dim 0, in spans "24..48" without the end.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Tolerance:
         return found.shape == expected.shape and bool(self.close(found, expected).all())
 
     def close_rows(self, found: Tensor, expected: Tensor) -> Tensor:
-        return self.close(found, expected).reshape(len(found), -1).all(-1)
+        return self.close(found, expected).reshape(len(found), math.prod(found.shape[1:])).all(-1)
 
 
 def locate(found: Tensor, reference: Tensor, start: int, tolerance: Tolerance) -> list[int | None]:

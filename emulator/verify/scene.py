@@ -15,12 +15,13 @@ class Scene:
     """Everything about the first wrong node of a rank graph, on all ranks, in one process. Lists are by global rank.
 
     node: an op, view or transition; its meta and that of its argument nodes hold "layout" (a tuple for several outputs)
-    and "module". found: its value on every rank, of any shape; empty tensors when the node raised. expected: the real rows each rank should hold (the
-    reference cut by the layout), None for partial sums. reference: the whole single-device value. operands: values of
-    node.args. ids: global token id of each found row (padding -1), where known. wrong: ranks whose value is wrong.
-    tolerance: largest absolute error that is rounding. weights: whole weights by parameter name. related: other whole
-    reference values that may stand in for this one (other layers, earlier steps, neighbours), by a name fit for people.
-    output: which output found, expected and reference are, where the node has several.
+    and "module". found: its value on every rank, of any shape; empty tensors when the node raised. expected: the real
+    rows each rank should hold (the reference cut by the layout), None for partial sums. reference: the whole
+    single-device value. operands: values of node.args. ids: global token id of each found row (padding -1), where
+    known. wrong: ranks whose value is wrong. tolerance: largest absolute error that is rounding. weights: whole weights
+    by parameter name. related: other whole reference values that may stand in for this one (other layers, earlier
+    steps, neighbours), by a name fit for people. output: which output found, expected and reference are, where the node
+    has several.
     """
 
     node: fx.Node

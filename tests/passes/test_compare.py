@@ -76,9 +76,15 @@ def test_spelling_of_a_call_does_not_count(fresh: Fresh) -> None:
     linear = find(other, "linear", "model.layers.0.self_attn.q_a_proj")
     assert linear.args[2] is None
     linear.target, linear.args = ops.linear.default, linear.args[:2]  # an overload, and the default left out
+    embedding = find(other, "embedding", "model.embed_tokens")
+    embedding.kwargs = {"vocab_start": 0}
     swiglu = find(other, "swiglu", "model.layers.0.mlp")
     swiglu.args, swiglu.kwargs = swiglu.args[:1], {"up": swiglu.args[1]}
     assert first_difference(fresh(), other) is None
+    embedding.kwargs = {"vocab_start": 78}
+    found = first_difference(fresh(), other)
+    assert found is not None
+    assert found.what == "argument vocab_start is 0, in the second 78"
 
 
 def test_a_weight_may_be_fetched_twice(fresh: Fresh) -> None:

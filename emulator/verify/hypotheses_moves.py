@@ -1,0 +1,55 @@
+"""Transitions carried out over the list of all ranks' values, and the way a value took through a graph."""
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from emulator.ops.registry import op_name
+from emulator.ops.transition import TRANSITIONS
+from emulator.runtime.collectives import splits
+from emulator.runtime.mesh import Mesh
+
+Values = list[Tensor]
+
+MOVES = tuple(name for name in TRANSITIONS if name not in ("pad", "unpad"))
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
+
+
+def transition(op: str, operands: list[list[Any]], mesh: Mesh) -> Values:
+    """A transition op on every rank: its meaning in runtime/collectives, over a list of values."""
+    values = [args[0] for args in operands]
+    result = []
+    for rank, args in enumerate(operands):
+        axis = args[3] if op == "all_to_all_rows" else args[1]
+        members, index = mesh.members(axis, rank), mesh.index(axis, rank)
+        parts = [values[m] for m in members]
+        if op == "slice":
+            result.append(values[rank].chunk(args[2], args[3])[index])
+        elif op == "all_reduce":
+            result.append(total(parts))
+        elif op == "reduce_scatter":
+            result.append(total(parts).chunk(len(members), args[3])[index])
+        elif op == "all_gather":
+            result.append(torch.cat(parts, args[3]))
+        elif op == "all_to_all":
+            result.append(torch.cat([p.chunk(args[2], args[3])[index] for p in parts], args[4]))
+        else:
+            assert op == "all_to_all_rows", op
+            sent = [values[m].split(splits(operands[m][1], args[4]))[index] for m in members]
+            result.append(torch.cat(sent))
+    return result
+
+
+def upstream(node: fx.Node) -> Iterator[fx.Node]:
+    """The transitions and views that a value came through, last first, and the op behind them."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        yield node
+        if op_name(node.target) not in (*TRANSITIONS, None) or not node.args:
+            return
+        node = node.args[0]
