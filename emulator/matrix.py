@@ -14,7 +14,8 @@ from emulator.faults.catalogue import FAULTS, find_fault
 from emulator.faults.fault import Case, Fault
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import module_pattern
-from emulator.model.batch import Request, build_batch
+from emulator.model.batch import Request
+from emulator.model.workload import build_workload
 from emulator.prepare import prepare
 from emulator.scenario import Parallel, Scenario, load_scenario
 from emulator.trace.record import read_trace, trace_files
@@ -102,11 +103,11 @@ def case_of(scenario: Scenario) -> Case:
     """What a claim of no effect may look at."""
     config = scenario.config()
     mesh = scenario.mesh(config)
-    batch = build_batch(
-        config, [Request(scenario.tokens)], seed=scenario.seed, dtype=scenario.torch_dtype,
+    workload = build_workload(
+        config, [[Request(scenario.tokens)]], seed=scenario.seed, dp_index=0, dtype=scenario.torch_dtype,
         block_size=scenario.options().block_size,
     )  # fmt: skip
-    return Case(config, mesh, Tokens(scenario.tokens, mesh.tp), batch.input_ids)
+    return Case(config, mesh, Tokens(scenario.tokens, mesh.tp), workload.steps[0].input_ids)
 
 
 def run_cell(cell: Cell) -> Outcome:

@@ -244,8 +244,8 @@ def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:
 def check_folder(
     contract: Contract, traces: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]], only_step: int | None = None
 ) -> dict[str, Any]:
-    """Checks every step (or one) in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step, module,
-    layer, expected, found, detail}]}."""
+    """Checks every step (or one) in the (header, records) of every rank: {verdict, ranks, breaches [{rank, step,
+    module, layer, expected, found, detail}]}."""
     mesh = traces[0][0].get("mesh")
     size = math.prod(length for axis, length in mesh.items() if axis != "ep") if mesh else 0
     missing = set(range(size)) - {header["rank"] for header, _ in traces}

@@ -280,7 +280,7 @@ def test_a_folder_of_ranks_names_the_rank(records: list[Record]) -> None:
     assert good == {"verdict": "pass", "ranks": 2, "breaches": []}
     bad = check_folder(CONTRACT, [(headers[0], records), (headers[1], broken)])
     assert (bad["verdict"], bad["ranks"]) == ("fail", 2)
-    assert [b["rank"] for b in bad["breaches"]] == [1]
+    assert [(b["rank"], b["step"]) for b in bad["breaches"]] == [(1, 3)]
     assert set(bad["breaches"][0]) == {
         "rank",
         "step",
