@@ -1,8 +1,9 @@
 """Shape-only execution: full-size runs without values, on FakeTensors.
 
 Layers repeat the same few shapes, so a call is worked out once per distinct signature and then looked up. Routing has
-no values to go by, so expert loads are taken as even: row g = token * k + choice goes to expert g mod E. Every rank
-can work out every split size by itself, ranks agree, and experts differ by one row at most.
+no values to go by, so expert loads are taken as even: row g = token * k + choice, with tokens counted over all dp ranks,
+goes to expert g mod E. Every rank can work out every split size by itself, ranks agree, and experts differ by one row at
+most.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ class ShapeMode:
         self._known: dict[Any, Any] = {}
         sources = mesh.members("ep", rank)
         windows = [tokens[mesh.index("dp", s)].window(mesh.index("tp", s)) for s in sources]
-        per_source = [_expert_counts(window, num_experts, k) for window in windows]
+        before = [sum(t.real for t in tokens[: mesh.index("dp", s)]) for s in sources]  # tokens of earlier dp ranks
+        per_source = [_expert_counts((b + lo, b + hi), num_experts, k) for b, (lo, hi) in zip(before, windows)]
         me, held = mesh.index("ep", rank), num_experts // mesh.ep
         mine = per_source[me]
         self.num_rows, self.group_rows = sum(mine), sum(map(sum, per_source))
