@@ -1,6 +1,7 @@
 """The detection matrix: how cells are judged, a part of it on real ranks, and (slow) the whole with its targets."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def test_a_fault_without_effect_is_told_as_such(cell: Cell) -> None:
     outcome = run_cell(cell)
     assert (outcome.state, outcome.seen) == ("no effect", ())
     assert outcome.reason
+
+
+def test_a_claim_of_no_effect_that_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed = replace(FAULTS["norm-eps-wrong"], no_effect=lambda case: "I say so")
+    monkeypatch.setitem(FAULTS, claimed.name, claimed)
+    outcome = run_cell(Cell(claimed.name, GLM, 2, 5))
+    assert (outcome.state, outcome.reason, outcome.seen) == ("unexpected", "I say so", ("values",))
+
+
+def test_a_fault_that_nothing_sees_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = replace(FAULTS["norm-eps-wrong"], kind="behaviour", inject=lambda site: None)
+    monkeypatch.setitem(FAULTS, idle.name, idle)
+    outcome = run_cell(Cell(idle.name, GLM, 2, 5))
+    assert (outcome.state, outcome.seen, outcome.node_right) == ("missed", (), None)
 
 
 @pytest.mark.slow

@@ -91,13 +91,13 @@ def padding_marked_real(site: RankSite) -> None:
     diagnoses="wrong_metadata stale_rows unknown",
 )  # fmt: skip
 def dummy_rows_overwrite_live_slots(site: RankSite) -> None:
-    """Rank 1 writes a dummy row (zeros) into a slot of the last real step."""
+    """Rank 1 writes a dummy row into a slot of the last real step."""
     if site.rank != 1:
         return
 
     def written(op, cache, rows, slots, start):
         cache = op(cache, rows, slots, start)
-        cache[slots[:1]] = 0.0
+        cache[slots[:1]] = 0.5
         return cache
 
     site.wrap(site.find("0.self_attn.cache", "cache_write"), written)
@@ -120,7 +120,7 @@ def vocabulary_offset_of_first_rank(site: RankSite) -> None:
 
 
 @rank_fault(
-    "behaviour", layers=2, cases=("draft-steps-share-length-buffers",), places=at("self_attn", "all_gather", "unpad"),
+    "behaviour", layers=3, cases=("draft-steps-share-length-buffers",), places=at("self_attn", "all_gather", "unpad"),
     diagnoses="stale_rows", no_effect=no_row_on_rank_1,
 )  # fmt: skip
 def gather_sends_rows_of_last_layer(site: RankSite) -> None:
@@ -137,8 +137,8 @@ def gather_sends_rows_of_last_layer(site: RankSite) -> None:
     def stale(move: Move, x: Tensor, *args) -> Tensor:
         return move(x if is_ids(x) else sent[0], *args)
 
-    site.stand_ins[site.find("0.self_attn", "all_gather").name] = keep
-    site.stand_ins[site.find("1.self_attn", "all_gather").name] = stale
+    site.stand_ins[site.find("1.self_attn", "all_gather").name] = keep
+    site.stand_ins[site.find("2.self_attn", "all_gather").name] = stale
 
 
 # --- leaving the common path -----------------------------------------------------------------------------------------

@@ -96,11 +96,8 @@ def word_of(node: fx.Node) -> str:
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same graph with the same node names; meta are copied."""
-    copied: dict[fx.Node, fx.Node] = {}
     new = fx.Graph()
-    result = new.graph_copy(graph, copied)
+    result = new.graph_copy(graph, {})
     last = next(n for n in reversed(graph.nodes) if n.op == "output")
     new.output(result).meta.update(last.meta)
-    for old, node in copied.items():  # graph_copy renames; boundaries and origins speak of the names
-        node._rename(old.name)
     return new

@@ -125,6 +125,8 @@ def _statistics(evidence: Evidence) -> Diagnosis:
         for name, number in (("largest error", error), ("median ratio", ratio), ("correlation", correlation))
         if number is not None
     ]
+    if not held.is_floating_point() and (held - want).unique().numel() == 1:
+        numbers.append("the same difference everywhere")
     did = ""
     if evidence.faithful:
         did = " Run again on its operands, the node gives this value."

@@ -159,7 +159,7 @@ def _slots(evidence: Evidence) -> Diagnosis | None:
     if reference is None or not len(rows):
         return None
     written = rows[:, start : start + cache.shape[1]]
-    right = locate(written, reference, -1, Tolerance(0.0, evidence.scene.tolerance))
+    right = locate(written, reference, len(reference), Tolerance(0.0, evidence.scene.tolerance))
     if any(i is None for i in right) or len(set(right)) < len(right):
         return None
     moved = [i for i, slot in enumerate(slots.tolist()) if slot != right[i]]

@@ -27,8 +27,8 @@ def wrong_positions(evidence: Evidence) -> Diagnosis | None:
         if evidence.faithful and evidence.is_right(result):
             rank = next(r for r in evidence.compared or evidence.wrong if not torch.equal(other[r], values[r]))
             text = (
-                f"{ranks_text(evidence.wrong, evidence.mesh.size)} {verb(evidence.wrong, 'use')} {used}: rank {rank} has "
-                f"{_listed(values[rank])}; {words}, {_listed(other[rank])}, give the right values."
+                f"{ranks_text(evidence.wrong, evidence.mesh.size)} {verb(evidence.wrong, 'use')} {used}: rank {rank} "
+                f"has {_listed(values[rank])}; {words}, {_listed(other[rank])}, give the right values."
             )
             return Diagnosis("wrong_positions", text, {"ranks": evidence.wrong, "right": words, "used": used})
         if evidence.healthy and evidence.gives_found(result):

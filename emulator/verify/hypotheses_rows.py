@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emulator.ops.transition import pad_rows
 from emulator.verify.hypotheses_orders import PAD, natural, orders
 from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import ranks_text, rows_text, verb
@@ -79,7 +80,7 @@ def window_shift(evidence: Evidence) -> Diagnosis | None:
     for m in moved:
         what = f"the values of {rows_text(m.real)}{_whose(evidence, m)}" if m.real else "padding"
         pads = len(m.sources) - len(m.real)
-        more = f" (and padding in {pads})" if pads and m.real else ""
+        more = f" and {pads} row{'s' if pads > 1 else ''} of padding" if pads and m.real else ""
         told.setdefault(f"{what}{more} in place of {rows_text(m.rows)}", []).append(m.rank)
     texts = [f"{ranks_text(r, evidence.mesh.size)} {verb(r, 'hold')} {what}" for what, r in told.items()]
     shifts = sorted(set().union(*(m.offsets for m in moved)))
@@ -142,7 +143,7 @@ def feature_slice(evidence: Evidence) -> Diagnosis | None:
     for dim in range(reference.dim()):
         whole, words = reference, f"a slice of features (dim {dim}) of all tokens"
         if dim == 0:
-            whole, words = _padded(reference, evidence.tokens.padded), "all features of its own tokens"
+            whole, words = pad_rows(reference, 0, evidence.tokens.padded), "all features of its own tokens"
         if whole.shape[dim] % size or not ranks:
             continue
         shards = whole.chunk(size, dim)
@@ -279,10 +280,6 @@ def _count_kind(evidence: Evidence, rank: int, at: list[int | None]) -> str:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _padded(value: Tensor, length: int) -> Tensor:
-    return torch.cat((value, value[:1].expand(length - len(value), *value.shape[1:])))
 
 
 def _same(evidence: Evidence, rank: int, value: Tensor) -> bool:

@@ -98,17 +98,19 @@ def scaled(evidence: Evidence) -> Diagnosis | None:
     factor = values[0]
     who = f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'hold')}"
     where = _where(evidence, ranks[0])
-    if any(abs(v - factor) > 1e-6 * abs(factor) for v in values):
+    want = next(want for _, _, want in evidence.wrong_ranks())
+    slack = max(1e-6, 4 * evidence.scene.tolerance / float(want[want.isfinite()].abs().max()))
+    if any(abs(v - factor) > slack * abs(factor) for v in values):
         words = ", ".join(f"{factor_text(v)} on rank {r}" for r, v in list(factors.items())[:6])
         return Diagnosis("scaled", f"The value is a multiple of the expected one: {words}.", {"factors": values})
     for axis in evidence.axes() if not where else ():
         size = len(evidence.mesh.groups(axis)[0])
-        if abs(factor - size) < 1e-6 * size:
+        if abs(factor - size) < slack * size:
             text = (
                 f"{who} {size} x the expected value, {size} being the size of the {axis} group: summed once too often."
             )
             return Diagnosis("reduced_twice", text, {"factor": size, "group": axis})
-        if abs(factor * size - 1) < 1e-6:
+        if abs(factor * size - 1) < slack:
             text = f"{who} 1/{size} of the expected value, {size} being the size of the {axis} group: never reduced."
             return Diagnosis("not_reduced", text, {"factor": 1 / size, "group": axis})
     sign = " (the sign is wrong)" if abs(factor + 1) < 1e-6 else ""

@@ -45,7 +45,7 @@ def constant_factor(found: Tensor, want: Tensor, tolerance: float) -> float | No
     if found.shape != want.shape or not found[finite].isfinite().all() or not want[~finite].isnan().all():
         return None
     found, want = found[finite], want[finite]
-    telling = want.abs() > 20 * tolerance
+    telling = want.abs() > 5 * tolerance
     if int(telling.sum()) < 3 or want[telling].unique().numel() < 3:
         return None
     factor = float((found * want).sum() / (want * want).sum())

@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from emulator.errors import UsageError
 from emulator.faults.on_graph import GraphEdit, copy_graph, word_of
@@ -38,6 +38,18 @@ def test_a_copy_keeps_names_order_and_meta(rank_graph: RankGraph) -> None:
     assert all(a.meta == b.meta and a.meta is not b.meta and a is not b for a, b in pairs)
 
 
+def test_a_copy_keeps_the_names_of_nodes_that_were_put_in_later() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    second = graph.call_function(torch.neg, (x,))
+    graph.output(second)
+    with graph.inserting_before(second):
+        second.args = (graph.call_function(torch.neg, (x,)),)
+    names = ["x", "neg_1", "neg", "output"]
+    assert [n.name for n in graph.nodes] == names
+    assert [n.name for n in copy_graph(graph).nodes] == names
+
+
 def test_where_a_rank_stands(rank_graph: RankGraph) -> None:
     site = _site(rank_graph, 1)
     assert (site.index, site.size, site.window, site.num_pads) == (1, 2, (7, 13), 1)
@@ -67,7 +79,8 @@ def test_a_wrapped_node_is_computed_otherwise_on_this_rank_only(rank_graph: Rank
 
 def test_a_value_is_changed_for_all_who_take_it(rank_graph: RankGraph) -> None:
     site = _site(rank_graph, 0)
-    node = site.find("0.self_attn", "all_gather")
+    node = site.find("0.self_attn", "unpad")
+    assert node.meta["origin"] is not None
     takers = set(node.users)
     site.after(node, torch.neg)
     (new,) = node.users
