@@ -37,11 +37,17 @@ def suspects(node: fx.Node, right: Collection[str]) -> list[fx.Node]:
     found, waiting = {node}, [node]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
-            if operand.op in ("placeholder", "get_attr") or operand.name in right or operand in found:
+            if operand.name in right or operand in found or _is_given(operand):
                 continue
             found.add(operand)
             waiting.append(operand)
     return [n for n in node.graph.nodes if n in found]
+
+
+def _is_given(node: fx.Node) -> bool:
+    """An input or a weight, or one of a list of inputs: a layer's cache, which is written in place later."""
+    given = node.args[0] if node.target is operator.getitem else node
+    return isinstance(given, fx.Node) and given.op in ("placeholder", "get_attr")
 
 
 def value_origin(node: fx.Node) -> str | None:
