@@ -161,6 +161,9 @@ def inject(
     tp: Annotated[list[int] | None, typer.Option(help="Tensor-parallel ranks; repeatable for the matrix.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable for the matrix.")] = None,
+    requests: Annotated[
+        list[str] | None, typer.Option(help="A ragged batch q:context,q:context; repeatable for the matrix.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
     variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float64, float32 or bfloat16.")] = None,
@@ -175,7 +178,9 @@ def inject(
             report_faults.print_faults(list(FAULTS.values()))
             return
         if whole:
-            failed = _matrix(list(matrix.cells(only or ([fault] if fault else None), model, tp, tokens)), as_json)
+            failed = _matrix(
+                list(matrix.cells(only or ([fault] if fault else None), model, tp, tokens, requests)), as_json
+            )
             raise typer.Exit(1 if failed else 0)
         if fault is None or scenario is None or len(tp or [0]) != 1 or len(tokens or [0]) != 1:
             raise UsageError("inject takes a fault and a scenario, with one --tp and --tokens; or --list, or --matrix")

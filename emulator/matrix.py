@@ -14,10 +14,9 @@ from emulator.faults.catalogue import FAULTS, find_fault
 from emulator.faults.fault import Case, Fault
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import module_pattern
-from emulator.model.batch import Request
 from emulator.model.workload import build_workload
 from emulator.prepare import prepare
-from emulator.scenario import Parallel, Scenario, load_scenario
+from emulator.scenario import Parallel, Scenario, load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
 
@@ -33,12 +32,13 @@ STATES: tuple[State, ...] = ("detected", "no effect", "missed", "unexpected")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the matrix."""
+    """One run of the matrix. requests: of a ragged batch (the command line's form), in place of one of `tokens`."""
 
     fault: str
     model: str
     tp: int
     tokens: int
+    requests: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,17 @@ class Outcome:
 
 def cells(
     faults: Iterable[str] | None = None, models: Iterable[str] | None = None, tps: Iterable[int] | None = None,
-    tokens: Iterable[int] | None = None,
+    tokens: Iterable[int] | None = None, requests: Iterable[str] | None = None,
 ) -> Iterator[Cell]:  # fmt: skip
-    """The matrix, or the part of it with these faults, models, tp sizes and token counts."""
+    """The matrix, or the part of it with these faults, models, tp sizes and token counts, or these batches."""
     for fault in faults or FAULTS:
         for model in models or MODELS:
             for tp in tps or TOKENS:
-                for count in tokens or TOKENS.get(tp, (16, 13, tp - 1)):
-                    yield Cell(find_fault(fault).name, model, tp, count)
+                name = find_fault(fault).name
+                if requests:
+                    yield from (Cell(name, model, tp, _num_tokens(batch), batch) for batch in requests)
+                else:
+                    yield from (Cell(name, model, tp, n) for n in tokens or TOKENS.get(tp, (16, 13, tp - 1)))
 
 
 def faulty_scenario(fault: Fault, scenario: str, overrides: dict[str, Any]) -> Scenario:
@@ -95,19 +98,25 @@ def scenario_of(cell: Cell) -> Scenario:
     return Scenario(
         name=cell.fault, model=cell.model, plan=fault.plan, variants=dict(fault.variants), parallel=parallel,
         tokens=cell.tokens, layers=fault.layers, fault=fault.name, static_check=False,
-        timeout=fault.timeout or _TIMEOUT_S,
+        timeout=fault.timeout or _TIMEOUT_S, step=[parse_requests(cell.requests)] if cell.requests else [],
     )  # fmt: skip
+
+
+def _num_tokens(requests: str) -> int:
+    [of_rank] = parse_requests(requests).by_dp_rank()
+    return sum(r.query for r in of_rank)
 
 
 def case_of(scenario: Scenario) -> Case:
     """What a claim of no effect may look at."""
     config = scenario.config()
     mesh = scenario.mesh(config)
+    [[requests]] = scenario.steps()
     workload = build_workload(
-        config, [[Request(scenario.tokens)]], seed=scenario.seed, dp_index=0, dtype=scenario.torch_dtype,
+        config, [requests], seed=scenario.seed, dp_index=0, dtype=scenario.torch_dtype,
         block_size=scenario.options().block_size,
     )  # fmt: skip
-    return Case(config, mesh, Tokens(scenario.tokens, mesh.tp), workload.steps[0].input_ids)
+    return Case(config, mesh, Tokens(scenario.num_tokens, mesh.tp), workload.steps[0].input_ids)
 
 
 def run_cell(cell: Cell) -> Outcome:

@@ -1,9 +1,8 @@
 """Shape-only execution: full-size runs without values, on FakeTensors.
 
 Layers repeat the same few shapes, so a call is worked out once per distinct signature and then looked up. Routing has
-no values to go by, so expert loads are taken as even: row g = token * k + choice, tokens counted over all dp ranks, goes
-to expert g mod E. Every rank can work out every split size by itself, ranks agree, and experts differ by one row at
-most.
+no values to go by, so expert loads are taken as even: row g = token * k + choice, tokens counted over all dp ranks,
+goes to expert g mod E. Every rank can work out every split size by itself, ranks agree, and experts differ by one row.
 """
 
 from collections.abc import Callable, Sequence
