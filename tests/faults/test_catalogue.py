@@ -16,7 +16,7 @@ from emulator.matrix import TOKENS, Cell, case_of, scenario_of
 from emulator.model.batch import own_caches
 from emulator.ops.registry import OPS
 from emulator.ops.transition import TRANSITIONS
-from emulator.prepare import Prepared, add_batch, prepare
+from emulator.prepare import Prepared, add_batches, prepare
 from emulator.verify.diagnosis import KINDS
 
 # ids of the public bug catalogue that one prefill request on one dp rank can express, by class
@@ -102,7 +102,7 @@ def _healthy(cell: Cell) -> Prepared:
     shapes = prepared.program.parameters
     generator = torch.Generator().manual_seed(0)
     prepared.weights = {n: torch.rand(p.shape, generator=generator, dtype=torch.float64) for n, p in shapes.items()}
-    add_batch(prepared)
+    add_batches(prepared)
     return prepared
 
 
