@@ -143,7 +143,13 @@ class _Lowering:
         """The value as `consumer` wants it: brought to the output layouts of the modules it leaves, inner first, then
         to the input layouts of the modules it enters, outer first."""
         value, producer = self.values[origin], origin.meta["module"]
-        if isinstance(value.layout, tuple) or value.layout.kind in ("weight", "batch") or producer == consumer:
+        if isinstance(value.layout, tuple) or (producer == consumer and value.layout.kind != "weight"):
+            return value
+        if value.layout.kind == "weight":
+            return self._whole_weight(value, consumer) if self.plan.gathers_weight(consumer) else value
+        if origin.op == "placeholder":  # what every rank is given needs no way through outer modules
+            return self._given(value, origin, consumer)
+        if value.layout.kind == "batch":
             return value
         index = origin.args[1] if origin.target is operator.getitem and producer else 0
         for module in left(producer, consumer):
@@ -152,6 +158,38 @@ class _Lowering:
         for module in reversed(left(consumer, producer)):
             value = self._convert(value, self.plan.input_of(module), module)
             self._edge(module, "input", value, origin)
+        return value
+
+    def _given(self, value: _Value, origin: fx.Node, consumer: str) -> _Value:
+        """A graph input as the innermost module that says so wants it. Lengths follow the rows of that module."""
+        modules = left(consumer, "")
+        module, wanted = next(((m, w) for m in modules if (w := self.plan.input_of(m))), (consumer, None))
+        if value.layout.kind != "batch":
+            return self._convert(value, wanted, module)
+        if wanted is None or wanted[1].get("tp") != LOCAL or self.sizes["tp"] == 1 or origin.target == "block_table":
+            return value
+        key = (value.node, "tp", LOCAL)
+        if key not in self.converted:
+            lens = [value.node]
+            if origin.target == "kv_lens":
+                lens.append(next(v.node for o, v in self.values.items() if o.target == "query_lens"))
+            op = f"local_{origin.target}"
+            node = self._insert(op, (*lens, "tp", self.sizes["tp"], self.tokens.per), value.node, True)
+            self.converted[key] = _Value(node, node.meta["layout"])
+        self._request(self.converted[key].node, module)
+        return self.converted[key]
+
+    def _whole_weight(self, value: _Value, module: str) -> _Value:
+        """Stored shards gathered into the whole weight, once for all uses."""
+        for axis, placement in value.layout.placements:
+            key = (value.node, axis, R)
+            if key not in self.converted:
+                assert isinstance(placement, Shard)
+                node = self._insert("all_gather", (value.node, axis, self.sizes[axis], placement.dim), value.node, True)
+                node.meta["traffic"] = "payload"
+                self.converted[key] = _Value(node, node.meta["layout"])
+            value = self.converted[key]
+            self._request(value.node, module)
         return value
 
     def _edge(self, module: str, port: str, value: _Value, origin: fx.Node) -> None:

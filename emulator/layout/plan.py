@@ -16,12 +16,14 @@ from emulator.layout.placement import Kind, parse_want, parse_weight
 
 
 class Row(BaseModel):
-    """One module's line: layout its inputs are brought to, placement of its weights, layout its outputs leave in."""
+    """One module's line: layout its inputs are brought to, placement of its weights, layout its outputs leave in. use:
+    replicated gathers stored weight shards into whole weights where they are used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     input: str | None = None
     weight: str | None = None
     output: str | None = None
+    use: Literal["stored", "replicated"] | None = None
 
 
 class PlanFile(BaseModel):
@@ -76,6 +78,11 @@ class Plan:
     def output_of(self, module: str) -> tuple[Kind, dict[str, Placement]] | None:
         row = self.row(module)
         return parse_want(row.output, f"plan {self.name}, {module}") if row and row.output else None
+
+    def gathers_weight(self, module: str) -> bool:
+        """Whether the module uses whole weights that it stores as shards."""
+        row = self.row(module)
+        return row is not None and row.use == "replicated"
 
     def weight_of(self, module: str) -> dict[str, Placement]:
         row = self.row(module)

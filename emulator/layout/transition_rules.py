@@ -20,6 +20,8 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
     layout, padded = source.meta["layout"], bool(source.meta.get("padded"))
     if name in ("pad", "unpad"):
         return _padding(name, layout, padded, node.args[2], tokens)
+    if name in ("local_query_lens", "local_kv_lens"):
+        return layout.placed(tp=LOCAL), False
     axis: Any = node.args[{"all_to_all_rows": 3, "slice_rows": 2}.get(name, 1)]
     if axis not in sizes:
         raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))

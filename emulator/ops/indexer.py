@@ -59,6 +59,9 @@ def _topk_fake(
 def _topk_rule(**placements: Placement) -> Placement:
     if all(p == R for p in placements.values()):
         return R
+    rows = ("q_resid", "x", "positions", "query_lens", "kv_lens")
+    if all(p == (LOCAL if name in rows else R) for name, p in placements.items()):
+        return LOCAL  # local queries over the whole index cache, at their own lengths
     raise Illegal(
         "the fused indexer sees the complete sequence: its queries, its index cache and the per-request lengths are "
         "those of the whole batch",

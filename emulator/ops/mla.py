@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from emulator.ops.mla_kernel import sparse_attention
-from emulator.ops.registry import Illegal, R, define
+from emulator.ops.registry import LOCAL, Illegal, R, define
 
 
 def _absorb(weight: Tensor, nope: int, value: int) -> tuple[Tensor, Tensor]:
@@ -55,9 +55,12 @@ def _attention_rule(q: Placement, w_uk_t: Placement, w_uv: Placement, **rest: Pl
         return R
     if whole_batch and q == Shard(1) and w_uk_t == w_uv == Shard(0):
         return Shard(1)
+    lengths = (rest["query_lens"], rest["kv_lens"], rest["ids"])
+    if rest["cache"] == rest["block_table"] == R and q == LOCAL and w_uk_t == w_uv == R and set(lengths) == {LOCAL}:
+        return LOCAL  # local queries with all heads over the whole cache, at their own lengths
     raise Illegal(
         "attention sees the complete sequence, and its heads meet their own derived weights",
-        "full-token with all heads or with a shard of heads; full-token top-k ids and lengths",
+        "full-token with all heads or a shard of heads; full-token ids and lengths, or all of them local-token",
     )
 
 

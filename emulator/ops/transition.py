@@ -10,7 +10,8 @@ from torch import Tensor
 from emulator.ops.registry import LIBRARY
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_to_all_rows")
-TRANSITIONS = (*COLLECTIVES, "slice", "slice_rows", "pad", "unpad")
+LOCAL_CUTS = ("slice", "slice_rows", "local_query_lens", "local_kv_lens")  # depend on the rank, send nothing
+TRANSITIONS = (*COLLECTIVES, *LOCAL_CUTS, "pad", "unpad")
 
 
 def _needs_world(*args, **kwargs):
@@ -34,6 +35,20 @@ def pad_rows(x: Tensor, dim: int, length: int) -> Tensor:
     shape[dim] = length - shape[dim]
     fill = float("nan") if x.is_floating_point() else False if x.dtype == torch.bool else -1
     return torch.cat([x, x.new_full(shape, fill)], dim)
+
+
+def local_lengths(query_lens: Tensor, kv_lens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """(query, key) lengths of every request on the rows [start, stop) of the packed batch.
+
+    A request with rows [s, e) and L keys has n = min(e, stop) - max(s, start) rows here, and key length
+    max(L - (e - min(e, stop)), 0) if n > 0, else 0: its own rows on later ranks are taken off its keys, so that
+    right-aligned causal masking stays exact (vLLM-Ascend, attention/context_parallel/sfa_cp).
+    """
+    ends = query_lens.cumsum(0)
+    last = ends.clamp(max=stop)
+    rows = (last - (ends - query_lens).clamp(min=start)).clamp(min=0)
+    keys = (kv_lens - (ends - last)).clamp(min=0)
+    return rows, torch.where(rows > 0, keys, 0)
 
 
 def _unpad(x: Tensor, dim: int, length: int) -> Tensor:
@@ -67,6 +82,14 @@ _register(
 _register(
     "slice_rows(Tensor rows, Tensor counts, str axis, int size) -> Tensor",
     lambda rows, counts, axis, size: torch.empty_like(rows),
+)
+_register(
+    "local_query_lens(Tensor query_lens, str axis, int size, int per) -> Tensor",
+    lambda query_lens, axis, size, per: torch.empty_like(query_lens),
+)
+_register(
+    "local_kv_lens(Tensor kv_lens, Tensor query_lens, str axis, int size, int per) -> Tensor",
+    lambda kv_lens, query_lens, axis, size, per: torch.empty_like(kv_lens),
 )
 _register("pad(Tensor x, int dim, int length) -> Tensor", pad_rows, pad_rows)
 _register("unpad(Tensor x, int dim, int length) -> Tensor", _unpad, _unpad)

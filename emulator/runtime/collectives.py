@@ -11,6 +11,7 @@ from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, com
 from emulator.runtime.comm_call import CommCall, num_bytes, sent_bytes
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.mesh import Mesh
+from emulator.ops.transition import local_lengths
 from emulator.runtime.transport import Transport
 
 _SAME = ("op", "module", "dtype", "shape", "dim", "layout")
@@ -45,6 +46,8 @@ class Collectives:
             of_ranks = splits(counts, size)
             index = self.mesh.index(axis, self.rank)
             return x.narrow(0, sum(of_ranks[:index]), of_ranks[index]).clone()
+        if op in ("local_query_lens", "local_kv_lens"):
+            return self._local_lengths(op, x, args)
         axis = args[2] if op == "all_to_all_rows" else args[0]
         call: dict[str, Any] = {
             "op": op,
@@ -64,6 +67,15 @@ class Collectives:
         if logged is not None and self.log is not None:
             self.log.finish(logged)
         return output
+
+    def _local_lengths(self, op: str, x: Tensor, args: tuple) -> Tensor:
+        """Per-request lengths of this rank's window."""
+        if self.evaluate is not None:
+            return self.evaluate(getattr(torch.ops.emulator, op), (x, *args), {})
+        axis, _, per = args[-3:]
+        start = self.mesh.index(axis, self.rank) * per
+        queries, keys = (args[0], x) if op == "local_kv_lens" else (x, x)
+        return local_lengths(queries, keys, start, start + per)[op == "local_kv_lens"]
 
     def _collective(self, op: str, x: Tensor, args: tuple, call: dict[str, Any], ids: Tensor | None) -> Tensor:
         axis = args[0]

@@ -122,9 +122,12 @@ def test_shapes_of_transitions(name: str, shape: tuple[int, ...], args: tuple, e
         assert (tuple(moved.shape), moved.dtype) == (expected, torch.bfloat16)
 
 
+LENGTHS = ("local_query_lens", "local_kv_lens")  # as many as before
+
+
 def test_every_transition_has_a_shape_test() -> None:
     # all_to_all_rows and slice_rows depend on counts: the runtime knows their sizes, the fakes cannot
-    assert {m[0] for m in MOVES} | {"pad", "unpad", "all_to_all_rows", "slice_rows"} == set(TRANSITIONS)
+    assert {m[0] for m in MOVES} | {"pad", "unpad", "all_to_all_rows", "slice_rows", *LENGTHS} == set(TRANSITIONS)
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "slice"])
@@ -142,6 +145,8 @@ def test_transitions_refuse_to_run_outside_a_world(name: str) -> None:
         "all_to_all": ("tp", 4, 0, 1),
         "all_to_all_rows": (counts, counts, "ep", 4),
         "slice_rows": (counts, "ep", 4),
+        "local_query_lens": ("tp", 4, 3),
+        "local_kv_lens": (counts, "tp", 4, 3),
     }
     with pytest.raises(RuntimeError, match="World"):
         getattr(ops, name)(torch.ones(4, 4), *args.get(name, ("tp", 4, 0)))
