@@ -94,6 +94,7 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
     return {
         "T": tokens.real, "P": tokens.padded, "n": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
         "H": config.hidden_size, "N": config.num_attention_heads, "v": config.v_head_dim, "qk": config.qk_head_dim,
+        "kv": config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim,
         "Q": config.q_lora_rank, "R": config.kv_lora_rank, "r": config.qk_rope_head_dim, "d": config.index_head_dim,
         "K": config.index_topk, "E": config.n_routed_experts, "k": config.num_experts_per_tok,
         "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
@@ -104,9 +105,11 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int | None:
-    """A dimension such as 256, T, N*v or V/tp; `_` is any size (None)."""
+    """A dimension such as 256, T, N*v, V/tp or R+r; `_` is any size (None)."""
     if isinstance(dim, int) or dim == "_":
         return None if dim == "_" else int(dim)
+    if "+" in dim:
+        return sum(evaluate(term, symbols) or 0 for term in dim.split("+"))
     value, operator = 1, "*"
     for part in re.split(r"([*/])", dim.replace(" ", "")):
         if part in ("*", "/"):
@@ -206,7 +209,8 @@ def _check_collectives(
         if record["kind"] != "op" or record["op"] not in COUNTED or record["traffic"] != "payload":
             continue
         shapes = record["inputs"][0]["shape"], record["outputs"][0]["shape"]
-        match = next((r for r in rules if _is_call(r, record)), None)
+        named = [r for r in rules if _is_call(r, record)]  # of several, the one whose shapes fit
+        match = next((r for r in named if _fits(r, shapes, symbols)), named[0] if named else None)
         if match is None:
             detail = f"{record['op']} on {record['group']} in {record['module']}: the contract has no such call"
             found = {"op": record["op"], "group": record["group"], "input": shapes[0], "output": shapes[1]}
@@ -230,6 +234,11 @@ def _check_collectives(
             found = {"count": counts[id(rule)]}
             breaches.append(Breach(rule.module, None, {"count": calls}, found, detail, what="count"))
     return breaches
+
+
+def _fits(rule: CollectiveRule, shapes: Sequence[Sequence[int]], symbols: Mapping) -> bool:
+    sides = zip((rule.input, rule.output), shapes)
+    return all(side is None or _matches(shape, [evaluate(d, symbols) for d in side]) for side, shape in sides)
 
 
 def _is_call(rule: CollectiveRule, record: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.layout.placement import Layout, Tokens
 from emulator.runtime.mesh import Mesh
-from emulator.verify.diagnosis import diagnose
+from emulator.verify.diagnosis import KINDS, diagnose
 from emulator.verify.scene import Diagnosis, Scene
 
 ops = torch.ops.emulator
