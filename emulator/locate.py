@@ -21,7 +21,7 @@ from emulator.verify.choices import is_choice
 from emulator.verify.diagnosis import diagnose
 from emulator.verify.expected import Expectation, Peer, group_rows_of
 from emulator.verify.reference import Tolerance
-from emulator.verify.scene import Scene
+from emulator.verify.scene import Diagnosis, Scene
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,17 @@ def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
     accused = suspects(nodes[first["node"]], _right(case, {f["node"] for f in failures}))
     witnesses = _hear(case, accused)
     blame = witnesses.first_wrong(accused)
-    if blame is None:
-        return None
-    diagnosis = diagnose(_scene(case, blame, witnesses))
-    module = blame.node.meta["module"]
+    if blame is None:  # every value is right, as far as they can be compared: what is wrong are the tokens that meet
+        ranks = sorted({f["rank"] for f in failures if f["node"] == first["node"]})
+        return _culprit(nodes[first["node"]], ranks, Diagnosis("mixed_tokens", first["detail"], {}))
+    return _culprit(blame.node, blame.wrong, diagnose(_scene(case, blame, witnesses)))
+
+
+def _culprit(node: fx.Node, ranks: list[int], diagnosis: Diagnosis) -> dict[str, Any]:
+    module = node.meta["module"]
     return {
-        "node": blame.node.name, "op": _word(blame.node), "module": module, "layer": layer_of(module),
-        "ranks": blame.wrong, "kind": diagnosis.kind, "text": diagnosis.text, "holds": diagnosis.holds,
+        "node": node.name, "op": _word(node), "module": module, "layer": layer_of(module), "ranks": ranks,
+        "kind": diagnosis.kind, "text": diagnosis.text, "holds": diagnosis.holds,
     }  # fmt: skip
 
 

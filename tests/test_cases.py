@@ -57,8 +57,8 @@ def test_its_test_exists(case):
     [([1], 4, "decode"), ([1], 2, "decode"), ([2], 4, "prefill"), ([3], 4, "prefill")],
 )
 def test_row_counts_that_coincide_are_no_layout(tokens, tp, state):
-    """layout-inferred-from-row-count, layer-boundary-leaves-and-reenters-sp, residual-chunk-silently-skipped: one row of
-    a rank is one local row or the whole batch; the tag tells, and every plan equals the reference."""
+    """layout-inferred-from-row-count, layer-boundary-leaves-and-reenters-sp, residual-chunk-silently-skipped: one row
+    of a rank is one local row or the whole batch; the tag tells, and every plan equals the reference."""
     from emulator.job import run
     from emulator.scenario import load_scenario, parse_requests
 

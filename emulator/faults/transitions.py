@@ -119,7 +119,7 @@ def received_blocks_reversed(site: RankSite) -> None:
 
 @rank_fault(
     "behaviour", layers=3, cases=("mc2-mask-buffer-not-tp-aligned",), places=at("mlp.topk", "slice"),
-    diagnoses="window_shift wrong_metadata",
+    diagnoses="window_shift wrong_metadata mixed_tokens",
 )  # fmt: skip
 def mask_cut_unlike_hidden(site: RankSite) -> None:
     """The token mask is cut one rank further than the hidden states: real tokens are lost, padding is dispatched."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emulator.ops.transition import local_lengths
 from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, compare_pairs
 from emulator.runtime.comm_call import CommCall, num_bytes, sent_bytes
 from emulator.runtime.comm_log import CommLog
 from emulator.runtime.mesh import Mesh
-from emulator.ops.transition import local_lengths
 from emulator.runtime.transport import Transport
 
 _SAME = ("op", "module", "dtype", "shape", "dim", "layout")
