@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from emulator.errors import LayoutError
+from emulator.errors import LayoutError, UsageError
 from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan, module_pattern
@@ -57,6 +57,8 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     rank_graph = lower(program, plan, mesh.sizes, scenario.tokens)
     for spec in scenario.passes:
         rank_graph = apply_pass(rank_graph, program.parameters, spec)
+    if scenario.fault and scenario.mode != "real":
+        raise UsageError(f"fault {scenario.fault}: faults are injected in mode real only")
     rank_graph = inject_in_graph(scenario.fault, rank_graph)
     if scenario.static_check and rank_graph.violations:
         raise LayoutError(told_violations(rank_graph, scenario.passes), rank_graph.violations)
