@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from emulator.errors import LayoutError
+from emulator.errors import LayoutError, UsageError
 from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.placement import Tokens
@@ -72,6 +72,8 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     """
     config = scenario.config()
     mesh = scenario.mesh(config)
+    if scenario.fault and scenario.mode != "real":
+        raise UsageError(f"fault {scenario.fault}: faults are injected in mode real only")
     program = build_program(config, scenario.options())
     graphs = _Graphs(scenario, program, mesh)
     schedule = [

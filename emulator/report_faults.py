@@ -7,7 +7,7 @@ from rich.table import Table
 from emulator.faults.fault import Fault
 from emulator.matrix import CHECKS, Outcome, Row, rows, totals
 
-_WIDTH = 150  # of a pipe or file, which has no edge
+_WIDTH = 160  # of a pipe or file, which has no edge
 _SHORT = {"rank error": "rank"}
 
 
@@ -28,7 +28,7 @@ def print_matrix(outcomes: list[Outcome]) -> None:
         box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     numbers = ("found", "no effect", "missed", "node", "diagnosis", *(_SHORT.get(c, c) for c in CHECKS))
-    table.add_column("fault", overflow="fold")
+    table.add_column("fault", no_wrap=True)
     table.add_column("kind")
     for name in numbers:
         table.add_column(name, justify="right")
@@ -37,11 +37,11 @@ def print_matrix(outcomes: list[Outcome]) -> None:
         table.add_row(*_line(row))
     console.print(table)
     for row in rows(outcomes):
-        for reason in row.reasons:
-            console.print(f"without effect: {row.fault}: {reason}", highlight=False, soft_wrap=True)
-    for outcome in outcomes:
-        if told := _complaint(outcome):
-            console.print(f"[red]{told}[/red]", highlight=False, soft_wrap=True)
+        if row.reasons:
+            console.print(f"without effect: {row.fault}: {'; '.join(row.reasons)}", highlight=False, soft_wrap=True)
+    for told, where in _complaints(outcomes).items():
+        text = f"{told} ({len(where)} cells: {', '.join(where[:3])}{', ...' if len(where) > 3 else ''})"
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     _print_totals(console, outcomes)
 
 
@@ -57,17 +57,26 @@ def _line(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def _complaints(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """What is not right, and in which cells."""
+    found: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        cell = outcome.cell
+        if told := _complaint(outcome):
+            found.setdefault(told, []).append(f"{cell.model} tp {cell.tp}, {cell.tokens} tokens")
+    return found
+
+
 def _complaint(outcome: Outcome) -> str:
     """What is not right about a cell; "" when all is."""
-    cell = outcome.cell
-    where = f"{cell.fault}, {cell.model} tp {cell.tp}, {cell.tokens} tokens"
+    fault = outcome.cell.fault
     if outcome.state == "missed":
-        return f"missed: {where}"
-    found = f"found {outcome.kind or outcome.text} at {outcome.place}"
+        return f"missed: {fault}"
+    found = f"found {outcome.kind or 'no node, first failure'} at {outcome.place}"
     if outcome.state == "unexpected":
-        return f"detected against its claim ({outcome.reason}): {where}: {found}"
+        return f"detected against its claim ({outcome.reason}): {fault}: {found}"
     wrong = [w for w, right in (("node", outcome.node_right), ("diagnosis", outcome.diagnosis_right)) if right is False]
-    return f"wrong {' and '.join(wrong)}: {where}: {found}" if wrong else ""
+    return f"wrong {' and '.join(wrong)}: {fault}: {found}" if wrong else ""
 
 
 def _print_totals(console: Console, outcomes: list[Outcome]) -> None:

@@ -99,7 +99,7 @@ def scaled(evidence: Evidence) -> Diagnosis | None:
     who = f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'hold')}"
     where = _where(evidence, ranks[0])
     want = next(want for _, _, want in evidence.wrong_ranks())
-    slack = max(1e-6, 4 * evidence.scene.tolerance / float(want[want.isfinite()].abs().max()))
+    slack = min(0.02, max(1e-6, 4 * evidence.scene.tolerance / float(want[want.isfinite()].abs().max())))
     if any(abs(v - factor) > slack * abs(factor) for v in values):
         words = ", ".join(f"{factor_text(v)} on rank {r}" for r, v in list(factors.items())[:6])
         return Diagnosis("scaled", f"The value is a multiple of the expected one: {words}.", {"factors": values})
@@ -121,7 +121,7 @@ def scaled(evidence: Evidence) -> Diagnosis | None:
 def _where(evidence: Evidence, rank: int) -> str:
     """Which rows and columns of a rank are wrong, if not all are; zeros and unwritten slots do not count."""
     _, held, want = next(found for found in evidence.wrong_ranks() if found[0] == rank)
-    counted = (want != 0) & want.isfinite()
+    counted = want.isfinite() & (want.abs() > 5 * evidence.limits[rank])
     differ = ~evidence.tolerance(rank).close(held, want) & counted
     unit, where = ("slot" if evidence.layout.kind == "cache" else "row"), ""
     rows, all_rows = _lines(differ, 0), _lines(counted, 0)

@@ -50,6 +50,6 @@ def constant_factor(found: Tensor, want: Tensor, tolerance: float) -> float | No
         return None
     factor = float((found * want).sum() / (want * want).sum())
     rounding = tolerance * (1 + abs(factor)) + 1e-12 * float(want.abs().max())
-    if abs(factor - 1) * float(want.abs().max()) <= 4 * rounding or not factor:
+    if abs(factor - 1) * float(want.abs().max()) <= 2 * rounding or not factor:
         return None
     return factor if bool(((found - factor * want).abs() <= rounding).all()) else None

@@ -156,6 +156,12 @@ def test_a_fault_that_does_not_apply_says_what_it_is_made_for() -> None:
         prepare(scenario, graph_only=True)
 
 
+def test_a_shape_only_run_takes_no_fault() -> None:
+    scenario = scenario_of(Cell("shards-swapped", "glm-5.1-mini", 2, 13)).model_copy(update={"mode": "shape"})
+    with pytest.raises(UsageError, match="mode real only"):
+        prepare(scenario, graph_only=True)
+
+
 # --- claims of no effect ---------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.layout.placement import Layout, Tokens
+from emulator.ops.registry import Mixed
 from emulator.runtime.mesh import Mesh
 from emulator.verify.diagnosis import KINDS, diagnose
 from emulator.verify.scene import Diagnosis, Scene
@@ -211,6 +212,21 @@ def test_a_factor_in_some_rows() -> None:
     told(linear(Bench(2, 13), found), "scaled", "Rank 1 holds 3 x", "rows 9..11")  # rank 1 begins at token 7
 
 
+def test_the_groups_size_in_some_rows_is_no_sum() -> None:
+    def found(right: list[Tensor]) -> list[Tensor]:
+        right[1][2:4] *= 2
+        return right
+
+    told(linear(Bench(2, 13), found), "scaled", "Rank 1 holds 2 x the expected value in rows 9..11")
+
+
+def test_a_complete_operand_is_no_share(bench: Bench) -> None:
+    # its sum over the ranks would repair the value, but every rank holds the same
+    arguments = [Arg("x", bench.full(bench.x)), 1 / bench.tp]
+    scene = bench.scene(torch.mul, arguments, bench.full(bench.x / bench.tp), bench.x, token())
+    assert "share" not in told(scene, "not_reduced", f"1/{bench.tp} of the expected value").text
+
+
 def test_partial_sums_cut_where_they_should_be_summed(bench: Bench) -> None:
     shares = [bench.padded(s) for s in bench.shares(bench.x)]
     found = [s.chunk(bench.tp)[r].clone() for r, s in enumerate(shares)]
@@ -240,6 +256,16 @@ def test_a_rank_that_skips_an_all_reduce(bench: Bench) -> None:
     told(scene, "not_reduced", "Rank 1 holds the operand of all_reduce as it stood")
 
 
+def test_a_rank_whose_share_is_wrong(bench: Bench) -> None:
+    w = bench.random(OUT, WIDTH)
+    xs, held = bench.shards(bench.x, 1), bench.shards(w, 1)
+    arguments = [Arg("x", xs, token(Shard(1))), Arg(W, held, parameter(Shard(1)))]
+    found = [x @ part.T for x, part in zip(xs, held)]
+    found[1] = 3 * found[1]  # the sum over the ranks is no multiple of anything
+    scene = bench.scene(ops.linear, arguments, found, bench.x @ w.T, token(PARTIAL), weights={W: w})
+    told(scene, "scaled", "Rank 1 holds 3 x the expected value.")
+
+
 def test_rows_of_different_tokens_are_summed() -> None:
     # cases.toml, dense-mlp-sums-different-tokens: part0 = x, part1 = 10 x, token value = index + 1
     bench = Bench(2, 4)
@@ -260,6 +286,8 @@ def test_a_mixed_sum_is_told_before_the_nan_it_makes(bench: Bench) -> None:
     arguments = [Arg("x", rows, token(LOCAL)), "tp", bench.tp]
     scene = bench.scene(ops.all_reduce, arguments, found, bench.x, token(LOCAL))
     told(scene, "mixed_tokens", f"row 0 is token 0 on rank 0, token {bench.per} on rank 1")
+    if (bench.tp, bench.real) == (4, 3):
+        told(scene, "mixed_tokens", "padding on rank 3")
 
 
 # --- groups, dims, gathers, cuts, padding ----------------------------------------------------------------------------
@@ -273,6 +301,16 @@ def test_a_sum_over_the_wrong_group(tokens: int) -> None:
     scene = bench.scene(ops.all_reduce, [Arg("x", shares, token(PARTIAL)), "ep", 2], found, bench.x, token())
     diagnosis = told(scene, "wrong_group", "over the ep group (2 ranks)", "over the tp group (4)")
     assert diagnosis.holds == {"group": "ep", "right_group": "tp"}
+
+
+def test_a_sum_over_another_group_before_the_right_one(bench: Bench) -> None:
+    bench = Bench(4, bench.real, ep=2)
+    shares = bench.shares(bench.x)
+    found = [shares[0] + shares[1]] * 2 + [shares[2] + shares[3]] * 2
+    scene = bench.scene(ops.all_reduce, [Arg("x", shares, token(PARTIAL)), "ep", 2], found, bench.x, token(PARTIAL))
+    told(scene, "wrong_group", "over the ep group (2 ranks)", "over the tp group (4)")
+    scene.node.graph.call_function(ops.all_reduce, (scene.node, "tp", 4))  # ... which follows: this one is too many
+    told(scene, "reduced_twice", "2 x the expected value, 2 being the size of the ep group")
 
 
 def test_a_gather_along_the_wrong_dim(bench: Bench) -> None:
@@ -358,6 +396,48 @@ def test_local_rows_where_all_were_meant(bench: Bench) -> None:
     told(scene, "not_gathered", "`x` (x) holds only each rank's own rows", "tp group")
 
 
+def rope_of_local_rows(bench: Bench) -> Scene:
+    """Local rows, all positions: they do not fit."""
+    freq, positions = torch.tensor([1.0, 0.1, 0.01], dtype=F64), torch.arange(bench.real)
+    arguments = [
+        Arg("x", bench.local(bench.x), token(LOCAL)), Arg("positions", bench.full(positions)),
+        Arg("inv_freq", bench.full(freq), parameter()), WIDTH - 6, False, 1.0,
+    ]  # fmt: skip
+    empty = [torch.empty(0, dtype=F64)] * bench.tp
+    return bench.scene(ops.rope, arguments, empty, rotate(bench.x, positions, freq), token(LOCAL))
+
+
+@pytest.mark.parametrize(("tp", "tokens"), [(2, 16), (2, 13), (4, 16), (4, 13)])
+def test_the_other_layers_tell_which_operand_is_in_the_wrong_layout(tp: int, tokens: int) -> None:
+    scene = rope_of_local_rows(Bench(tp, tokens))
+    told(scene, "not_sliced", "`positions` (positions) holds all")
+    graph = scene.node.graph
+    full = [graph.placeholder(name) for name in ("x_1", "positions_1")]
+    for node in full:
+        node.meta.update(layout=token())
+    sibling = graph.call_function(ops.rope, (*full, *scene.node.args[2:]))
+    sibling.meta.update(layout=token(), module="model.layers.1.mlp")
+    told(scene, "not_gathered", "`x` (x) holds only each rank's own rows")
+
+
+def test_own_features_of_own_rows_are_no_logits() -> None:
+    bench = Bench(4, 16)
+    logits = bench.random(16, 8)
+    parts = [rows.chunk(4, 1)[r].clone() for r, rows in enumerate(bench.local(logits))]
+    arguments = [Arg("x", parts, token(Mixed(Shard(1)))), "tp", 4, 1]
+    scene = bench.scene(ops.all_gather, arguments, bench.full(torch.cat(parts, 1)), logits, token())
+    told(scene, "not_gathered", "joins features of different tokens")
+
+
+def test_own_features_of_own_rows_meet_all_positions() -> None:
+    bench = Bench(2, 16)
+    scene = rope_of_local_rows(bench)
+    scene.node.args[0].meta["layout"] = token(Mixed(Shard(1)))
+    for operands in scene.operands:
+        operands[0] = operands[0][:, 12:].contiguous()
+    told(scene, "not_gathered", "holds on every rank its own rows, and of these its own features")
+
+
 def test_a_rank_without_its_gather(bench: Bench) -> None:
     if bench.padding:
         pytest.skip("the gathered rows hold padding, so there is no such boundary")
@@ -385,6 +465,20 @@ def test_padding_that_was_not_removed(tp: int, tokens: int) -> None:
     found = bench.full(whole @ w.T)
     scene = bench.scene(ops.linear, arguments, found, bench.x @ w.T, token(), weights={W: w})
     told(scene, "pad_leaked", f"still has its padding, {len(whole)} rows: the first {tokens} alone")
+
+
+@pytest.mark.parametrize(
+    ("came", "kind", "words"),
+    [
+        ((ops.pad, (0, 16)), "not_sliced", "Operand pad is padded to 16 rows for a cut to local-token that is missing"),
+        ((ops.slice, ("tp", 4, 1)), "feature_slice", "slice of features (dim 1, cut by slice_1) of all padded rows"),
+    ],
+)
+def test_padding_that_was_for_a_cut(came: tuple[Any, tuple], kind: str, words: str) -> None:
+    bench = Bench(4, 13)
+    x = Arg("x", bench.full(bench.padded(bench.x)), through=[came])
+    scene = bench.scene(torch.neg, [x], bench.full(-bench.padded(bench.x)), -bench.x, token())
+    told(scene, kind, words)
 
 
 def test_rows_cut_without_padding() -> None:
@@ -491,8 +585,21 @@ def test_equal_tokens_do_not_hide_an_order() -> None:
     bench = Bench(4, 16)
     bench.x[9] = bench.x[2]  # the same token twice
     told(reordered(bench, range(16)[::-1]), "rows_permuted", "reversed")
-    shuffled = torch.randperm(16, generator=bench.generator).tolist()
-    told(reordered(bench, shuffled), "rows_permuted", "the right ones in another order")
+    told(reordered(bench, [2, 9, 0, 1, 4, 3, 6, 5, 8, 7, *range(10, 16)]), "rows_permuted")
+
+
+def test_a_block_that_stands_for_all() -> None:
+    diagnosis = told(
+        reordered(Bench(4, 16), [*range(4)] * 4), "window_shift", "rows 0..4, 0..4, 0..4 in place of rows 4..16"
+    )
+    assert diagnosis.holds["shifts"] == [-12, -8, -4]
+
+
+def test_rows_reversed_within_each_window() -> None:
+    bench = Bench(4, 13)
+    found = bench.local(bench.x)
+    found = [*(rows.flip(0) for rows in found[:3]), found[3]]
+    told(sliced(bench, found), "rows_permuted", "reversed within each rank's window")
 
 
 def test_rows_of_another_layer(bench: Bench) -> None:
@@ -514,6 +621,10 @@ def test_another_value_in_an_operands_place(bench: Bench) -> None:
         related={"input of layer 1": bench.random(bench.real, WIDTH), "residual of layer 0": right},
     )  # fmt: skip
     told(scene, "stale_rows", "`y` (y) is another value than meant: residual of layer 0")
+    zeros = [torch.zeros_like(v) for v in scene.found]
+    scene.operands = [[x, zero] for (x, _), zero in zip(scene.operands, zeros)]
+    scene.found = [x + zero for x, zero in scene.operands]
+    told(scene, "unknown", "Operand `y` (y) is all zeros")
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -560,6 +671,7 @@ def test_the_whole_weight_where_a_shard_was_meant(bench: Bench) -> None:
         (lambda w: torch.cat((w[:1], 0 * w[1:2], w[2:])), "with zeros in row 1"),
         (lambda w: torch.cat((w[:, :5], w[:, 5:7] * 3, w[:, 7:]), 1), "times 3 in columns 5..7"),
         (lambda w: torch.cat((w[:2], w[2:] + 0.25)), "with other values in row"),
+        (lambda w: w[:, [1, 0, *range(2, WIDTH)]], "with columns 1, 0 in place of 0..2"),
     ],
 )
 def test_other_values_in_a_weight(bench: Bench, change: Callable[[Tensor], Tensor], words: str) -> None:
@@ -616,6 +728,14 @@ def test_weights_made_of_another_ranks_shard(bench: Bench) -> None:
     told(scene, "weight_shard", f"Rank 1 computes with rank 0's part of {W}")
 
 
+def test_a_square_weight_transposed() -> None:
+    bench = Bench(2, 13)
+    w = bench.random(WIDTH, WIDTH)
+    arguments = [Arg("x", bench.full(bench.x)), Arg(W, bench.full(w.T.contiguous()), parameter())]
+    scene = bench.scene(ops.linear, arguments, bench.full(bench.x @ w), bench.x @ w.T, token(), weights={W: w})
+    told(scene, "weight_value", f"All ranks compute with {W} transposed")
+
+
 def test_ids_looked_up_in_another_ranks_block() -> None:
     bench = Bench(2, 13)
     table, ids = bench.random(40, WIDTH), torch.randint(40, (13,), generator=bench.generator)
@@ -666,7 +786,7 @@ def topk(bench: Bench, found_of: Callable[[Tensor, int], Tensor]) -> Scene:
     for row in range(bench.real):
         chosen = torch.randperm(row + 1, generator=bench.generator)[:6]
         ids[row, : len(chosen)] = chosen.int()
-    found = [found_of(ids, a) for a, _ in bench.windows]
+    found = [found_of(ids, a).flip(1) for a, _ in bench.windows]  # the order of a row's ids carries no meaning
     # the operands are no part of these mistakes, so that the op cannot be run again
     wrong = [r for r in bench.ranks if not torch.equal(found[r].sort(1).values, ids.sort(1).values)]
     return bench.scene(ops.dsa_indexer_topk, [Arg("q_resid", bench.full(bench.x))], found, ids, token(), wrong=wrong)
@@ -680,6 +800,11 @@ def test_top_k_ids_that_count_from_the_window(bench: Bench) -> None:
 def test_top_k_ids_offset_twice(bench: Bench) -> None:
     scene = topk(bench, lambda ids, start: torch.where(ids >= 0, ids + start, -1))
     told(scene, "local_ids", "global ids where local ones were meant", f"- {bench.windows[1][0]}")
+
+
+def test_ids_that_are_all_missing_are_not_local(bench: Bench) -> None:
+    scene = topk(bench, lambda ids, start: torch.full_like(ids, -1) if start else ids)
+    told(scene, "unknown")
 
 
 def rotate(x: Tensor, positions: Tensor, freq: Tensor) -> Tensor:
@@ -729,6 +854,14 @@ def test_a_rank_with_other_lengths() -> None:
     assert diagnosis.holds["ranks"] == [2]
 
 
+def test_lengths_that_differ_but_do_no_harm() -> None:
+    bench = Bench(4, 13)
+    lens = [torch.tensor([13 - r]) for r in bench.ranks]
+    arguments = [Arg("x", bench.full(bench.x)), Arg("kv_lens", lens, Layout("batch"))]
+    scene = bench.scene(lambda x, kv_lens: 2 * x, arguments, bench.full(2 * bench.x), 3 * bench.x, token())
+    told(scene, "scaled", "0.666667 x")
+
+
 def written(bench: Bench, slots: Sequence[Tensor]) -> Scene:
     """Rows written into a cache of 20 slots, in the reference row i into slot 19 - i."""
 
@@ -748,10 +881,10 @@ def written(bench: Bench, slots: Sequence[Tensor]) -> Scene:
 def test_slots_that_are_wrong_on_all_ranks(bench: Bench) -> None:
     slots = 19 - torch.arange(bench.real)
     slots[1] = 0
-    diagnosis = told(
-        written(bench, bench.full(slots)), "wrong_metadata", "slots", "row 1 is written to slot 0", "slot 18"
-    )
+    scene = written(bench, bench.full(slots))
+    diagnosis = told(scene, "wrong_metadata", "slots", "row 1 is written to slot 0", "slot 18")
     assert diagnosis.holds["rows"] == [1]
+    assert all(operands[0].isnan().all() for operands in scene.operands)  # the cache was not written again
 
 
 def test_slots_that_are_wrong_on_one_rank(bench: Bench) -> None:
@@ -781,6 +914,36 @@ def test_a_mask_that_hides_real_tokens(bench: Bench) -> None:
         ids=[torch.where(m, 1, -1) for m in right],
     )  # fmt: skip
     told(scene, "wrong_metadata", "`token_mask` is wrong (rank 0, entry 0)")
+
+
+def test_lengths_that_are_wrong_on_all_ranks(bench: Bench) -> None:
+    def kept(x: Tensor, kv_lens: Tensor) -> Tensor:
+        return torch.where(torch.arange(len(x)).unsqueeze(1) < kv_lens, x, 0.0)
+
+    short = torch.tensor([bench.real - 2])
+    arguments = [Arg("x", bench.full(bench.x)), Arg("kv_lens", bench.full(short), Layout("batch"))]
+    scene = bench.scene(kept, arguments, bench.full(kept(bench.x, short)), bench.x, token())
+    told(scene, "wrong_metadata", "`kv_lens` is wrong (all ranks, entry 0): +2 on every entry")
+
+
+def test_padding_dispatched_to_experts() -> None:
+    bench = Bench(4, 13)  # rank 3 has one token and three padding rows
+    ids = torch.stack((torch.arange(13) % 6, torch.arange(13) % 6 + 1), 1)
+    given = bench.local(ids)
+    given[3][1:] = torch.tensor([2, 3])
+
+    def rows(x: Tensor, chosen: Tensor) -> Tensor:
+        pairs = sorted((int(e), t, k) for t, es in enumerate(chosen) for k, e in enumerate(es) if e >= 0)
+        return x[[t for _, t, _ in pairs]]
+
+    xs = bench.local(bench.x)
+    found = [rows(x, chosen) for x, chosen in zip(xs, given)]
+    arguments = [Arg("x", xs, token(LOCAL)), Arg("ids", given, token(LOCAL)), 8]
+    scene = bench.scene(
+        ops.moe_dispatch, arguments, found, rows(bench.x, ids), Layout("rows").placed(tp=LOCAL), wrong=[3]
+    )
+    scene.expected = [rows(x, chosen) for x, chosen in zip(xs, bench.local(ids))]
+    told(scene, "pad_leaked", "`ids` takes padding for tokens")
 
 
 def test_an_eps_of_another_norm(bench: Bench) -> None:
@@ -873,6 +1036,11 @@ def test_one_rank_alone() -> None:
     bench = Bench(1, 5)
     told(linear(bench, lambda right: [3 * y for y in right]), "scaled", "3 x")
     told(linear(bench, lambda right: [y + bench.random(*y.shape) for y in right]), "unknown")
+
+
+def test_a_rank_without_a_real_row_proves_nothing() -> None:
+    bench = Bench(4, 3)
+    told(linear(bench, lambda right: [*right[:3], right[3] + 1], wrong=[3]), "unknown")
 
 
 def test_a_value_of_no_known_shape(bench: Bench) -> None:
