@@ -2,6 +2,7 @@
 the wrong one, on all ranks; the first node whose inputs are right and whose output is not is diagnosed."""
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,11 @@ def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
     accused = suspects(nodes[first["node"]], _right(case, {f["node"] for f in failures}))
     witnesses = _hear(case, accused)
     blame = witnesses.first_wrong(accused)
-    if blame is None:  # every value is right, as far as they can be compared: what is wrong are the tokens that meet
+    if blame is None:  # every value is right, as far as they can be compared: what is wrong is whose tokens they are
+        misplaced = witnesses.first_misplaced(accused)
+        if misplaced is not None:
+            node, ranks, text = misplaced
+            return _culprit(node, ranks, Diagnosis("window_shift", text, {}))
         ranks = sorted({f["rank"] for f in failures if f["node"] == first["node"]})
         return _culprit(nodes[first["node"]], ranks, Diagnosis("mixed_tokens", first["detail"], {}))
     return _culprit(blame.node, blame.wrong, diagnose(_scene(case, blame, witnesses)))
@@ -142,7 +147,9 @@ def _related(case: Case, origin: str) -> dict[str, Tensor]:
         for layer, others in in_layer.items()
         if len(others) > place and others[place] is not node
     }
-    names |= {o.name: f"{_word(o)} of {o.meta['module']}" for o in node.all_input_nodes if o.op == "call_function"}
+    maker = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(maker, fx.Node)
+    names |= {o.name: f"{_word(o)} of {o.meta['module']}" for o in maker.all_input_nodes if o.op == "call_function"}
     reference, _ = case.reference_of(set(names))
     return {text: reference[name] for name, text in names.items() if name in reference}
 

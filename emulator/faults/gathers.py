@@ -9,7 +9,7 @@ from emulator.faults.on_graph import GraphEdit
 
 @graph_fault(
     layers=2, cases=("double-gather-at-dense-moe-boundary",),
-    places=at("input_layernorm", "add_rms_norm2", "all_gather"), diagnoses="residual_gathered",
+    places=at("input_layernorm", "add_rms_norm2", "all_gather"), diagnoses="residual_gathered mixed_tokens",
 )  # fmt: skip
 def residual_gathered(edit: GraphEdit) -> None:
     """The residual (output 1 of a norm) is gathered between layers, and full rows meet local ones (RFC error 3)."""
@@ -84,7 +84,7 @@ def o_proj_on_full_tokens(edit: GraphEdit) -> None:
 
 @graph_fault(
     places=(at("self_attn", "rope"), at("self_attn.kv_row", "cat"), at("self_attn.q_a_proj", "linear")),
-    diagnoses="not_gathered",
+    diagnoses="not_gathered mixed_tokens",
 )  # fmt: skip
 def local_tokens_into_attention(edit: GraphEdit) -> None:
     """The gather before attention is missing: local tokens go straight into it (RFC error 2)."""

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Partial
 
 from emulator.layout.placement import Layout, Tokens
-from emulator.ops.registry import op_name
+from emulator.ops.registry import LOCAL, op_name
 from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.mesh import Mesh
+from emulator.runtime.shadow import describe_ids
 from emulator.verify.choices import differing_rows
 from emulator.verify.expected import Expectation
 from emulator.verify.reference import Tolerance
@@ -82,6 +83,29 @@ class Witnesses:
                         return Blame(maker, int(node.args[1]), wrong, node)  # type: ignore[arg-type]
                 return Blame(node, 0, wrong, node)
         return None
+
+    def first_misplaced(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, list[int], str] | None:
+        """The first of these nodes whose rows are of other tokens than its layout says: (node, ranks, in words)."""
+        for node in nodes:
+            layout, found = node.meta["layout"], self.ids(node)
+            if not isinstance(layout, Layout) or layout.kind != "token" or node.meta.get("padded"):
+                continue
+            wanted = [self._tokens_of(layout, rank) for rank in range(self.mesh.size)]
+            wrong = [r for r, (f, w) in enumerate(zip(found, wanted)) if f is not None and not torch.equal(f, w)]
+            if wrong:
+                rank, held = wrong[0], found[wrong[0]]
+                assert held is not None
+                text = f"rank {rank} holds tokens {describe_ids(held)}, expected {describe_ids(wanted[rank])}"
+                return node, wrong, text
+        return None
+
+    def _tokens_of(self, layout: Layout, rank: int) -> Tensor:
+        if layout.on("tp") != LOCAL:
+            return torch.arange(self.tokens.real)
+        start, end = self.tokens.window(self.mesh.index("tp", rank))
+        ids = torch.full((self.tokens.per,), -1)
+        ids[: end - start] = torch.arange(start, end)
+        return ids
 
     def values(self, node: fx.Node) -> list[Any]:
         return [c[node.name][0] if node.name in c else None for c in self.captured]
