@@ -95,7 +95,8 @@ def mixed_tokens(evidence: Evidence) -> Diagnosis | None:
     known = [i for m in members if (i := evidence.scene.ids[m]) is not None and len(i)]
     if len(members) == 1:
         return None
-    if evidence.op == "all_reduce" and len(known) == len(members) and any(not torch.equal(i, known[0]) for i in known):
+    differ = any(not torch.equal(i, known[0]) for i in known) and len({len(i) for i in known}) == 1
+    if evidence.op == "all_reduce" and len(known) == len(members) and differ:
         rows = torch.stack(known)
     elif axis == "tp" and (placement == LOCAL or isinstance(placement, Mixed)):
         starts = torch.tensor([evidence.window(m)[0] for m in members]).unsqueeze(1)

@@ -65,9 +65,12 @@ def _values(evidence: Evidence, node: Any, as_ranks: Sequence[int | None]) -> Va
         for mine, value in zip(arguments, values):
             mine.append(value)
     name = op_name(node.target)
-    if name in MOVES:
-        return transition(str(name), arguments, evidence.mesh)
-    return [node.target(*mine) for mine in arguments]
+    try:
+        if name in MOVES:
+            return transition(str(name), arguments, evidence.mesh)
+        return [node.target(*mine) for mine in arguments]
+    except RuntimeError:  # another rank's part, or the whole, does not fit
+        return None
 
 
 def _taken_from(evidence: Evidence, rank: int) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from emulator.ops.registry import R
 from emulator.verify.hypotheses_positions import OFFSETS, moved
 from emulator.verify.hypotheses_rerun import Evidence
-from emulator.verify.hypotheses_words import ranks_text, rows_text, verb
+from emulator.verify.hypotheses_words import ranks_text, rows_text
 from emulator.verify.rows import Tolerance, locate
 from emulator.verify.scene import Diagnosis
 
@@ -110,7 +110,7 @@ def _numbers(evidence: Evidence, name: str, values: list[Tensor]) -> Iterator[tu
     if values[0].dtype == torch.bool:
         if all(i is not None and len(i) == len(v) for i, v in zip(ids, values)):
             yield "the mask of the rows' tokens", [i >= 0 for i in ids if i is not None]
-        rows = [len(a[0]) for a in evidence.scene.operands]
+        rows = [len(a[0]) if isinstance(a[0], Tensor) and a[0].dim() else 0 for a in evidence.scene.operands]
         if all(n == evidence.tokens.per for n in rows):
             windows = [evidence.window(r) for r in evidence.ranks]
             yield "each rank's own part", [torch.arange(n) < end - start for n, (start, end) in zip(rows, windows)]
@@ -187,10 +187,8 @@ def _differs(evidence: Evidence, at: int, ranks: list[int], found: Tensor, right
     else:
         where, more = f"its shape is {list(found.shape)} where {list(right.shape)} was meant", ""
     kind = "wrong_positions" if name == "positions" else "wrong_metadata"
-    text = (
-        f"{ranks_text(ranks, evidence.mesh.size)} {verb(ranks, 'have')} another `{name}` than the other ranks: "
-        f"{where}{more}."
-    ).replace("haves", "has")
+    has = "has" if len(ranks) == 1 else "have"
+    text = f"{ranks_text(ranks, evidence.mesh.size)} {has} another `{name}` than the other ranks: {where}{more}."
     return Diagnosis(kind, text, {"operand": name, "ranks": ranks})
 
 

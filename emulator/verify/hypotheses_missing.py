@@ -51,7 +51,7 @@ def not_cut(evidence: Evidence) -> Diagnosis | None:
     """All rows used where each rank's own were meant."""
     if not evidence.faithful or evidence.mesh.tp == 1 or evidence.op in (*COLLECTIVES, "slice"):
         return None
-    rows = {at: len(v[0]) for at, v in ((at, evidence.operand(at)) for at, _ in _with_rows(evidence))}
+    rows = {at: len(evidence.operand(at)[0]) for at, _ in _with_rows(evidence)}
     for at, num in rows.items():
         usually = _usually_local(evidence, at)
         if usually is False or not any(n < num for n in rows.values()):

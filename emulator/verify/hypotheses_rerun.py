@@ -24,9 +24,9 @@ class Evidence:
     """A scene with what follows from it.
 
     want: by rank, the value it should hold; for partial sums the reference, which their sum over the group should be.
-    held: by rank, the value found; for partial sums their sum. Both None where there is nothing to compare.
-    raised: the node cannot run on its operands. faithful: the operands give the value found (or raise), so the node did
-    what it was told. healthy: the operands give the right value, so it did not.
+    held: by rank, the value found; for partial sums their sum. Both None where there is nothing to compare. shares: not
+    the sum of partial sums is compared, but each. raised: the node cannot run on its operands. faithful: the operands
+    give the value found (or raise), so the node did what it was told. healthy: they give the right value: it did not.
     """
 
     def __init__(self, scene: Scene):
@@ -48,10 +48,14 @@ class Evidence:
         self.faithful = self.raised or self.gives_found(own, self.ranks)
         self.healthy = own is not None and self.gives_expected(own)
         if own is not None and self.healthy and self.partial_axes:
-            # a share has no reference, but the operands give it: what is found is compared with that, rank by rank
-            self.shares, self.partial_axes = True, []
-            self.wrong = [r for r in self.ranks if not self.gives_found(own, [r])]
-            self.want, self.held = list(own), list(scene.found)
+            self._compare_shares(own)
+
+    def _compare_shares(self, own: Values) -> None:
+        """A share of a sum has no reference, but its operands give it: from now on each rank is compared with that."""
+        wrong = [r for r in self.ranks if not self.gives_found(own, [r])]
+        if wrong:
+            self.shares, self.partial_axes, self.wrong = True, [], wrong
+            self.want, self.held = list(own), list(self.scene.found)
             self.limits = [self._limit(r) for r in self.ranks]
 
     # --- comparing ---------------------------------------------------------------------------------------------------
@@ -65,7 +69,7 @@ class Evidence:
             want = self.want[rank]
             if want is None or (not want.numel() and self.layout.kind != "rows"):
                 continue
-            if value is None or not self.has_shape(value, rank) or not self.close(value[: len(want)], want, rank):
+            if value is None or not self.has_shape(value, rank) or not self.close(self.real(value, rank), want, rank):
                 return False
             compared |= rank in self.wrong
         return compared
@@ -126,12 +130,21 @@ class Evidence:
         rows = (self.num_rows(rank), self.tokens.real) if self.node.meta.get("padded") else (self.num_rows(rank),)
         return value.shape[1:] == want.shape[1:] and len(value) in rows
 
+    def real(self, value: Tensor, rank: int) -> Tensor:
+        """A value of this shape without its padding, which stands at the end, or anywhere in the rows of a group."""
+        ids, want = self.scene.ids[rank], self.want[rank]
+        assert want is not None
+        if self.layout.kind == "group" and ids is not None and len(ids) == len(value):
+            return value[ids >= 0]
+        return value[: len(want)]
+
     def num_rows(self, rank: int) -> int:
         """Rows of this rank's value, padding included."""
         want = self.want[rank]
         assert want is not None
         if self.layout.kind != "token":
-            return len(want)
+            ids = self.scene.ids[rank] if self.layout.kind == "group" else None
+            return len(want) if ids is None else len(ids)
         if self.is_local:
             return self.tokens.per
         return self.tokens.padded if self.node.meta.get("padded") else self.tokens.real
@@ -154,7 +167,7 @@ class Evidence:
         for rank in self.wrong:
             held, want = self.held[rank], self.want[rank]
             if held is not None and want is not None and want.numel() and self.has_shape(held, rank):
-                yield rank, held[: len(want)], want
+                yield rank, self.real(held, rank), want
 
     @property
     def compared(self) -> list[int]:
@@ -168,7 +181,7 @@ class Evidence:
 
     def share(self, whole: Tensor, rank: int, *, window: bool = True) -> Tensor | None:
         """This rank's part of a whole value of the node's layout (window=False: its features of all tokens)."""
-        if self.layout.kind == "rows":
+        if self.layout.kind in ("rows", "group"):
             return None
         placement = self.layout.on("tp") if self.layout.kind == "token" else None
         if isinstance(placement, Mixed):
@@ -195,9 +208,9 @@ class Evidence:
         held, want, limit = self.held[rank], self.want[rank], self.scene.tolerance
         if rank not in self.wrong or held is None or want is None or not want.is_floating_point():
             return limit
-        if held.shape[1:] != want.shape[1:] or len(held) < len(want) or not want.numel():
+        if not want.numel() or not self.has_shape(held, rank):
             return limit
-        error = (held[: len(want)].double() - want.double()).abs()
+        error = (self.real(held, rank).double() - want.double()).abs()
         largest = float(error[error.isfinite()].max()) if error.isfinite().any() else 0.0
         return min(limit, _EXPLAINED * largest) if largest > limit else limit
 
@@ -212,7 +225,7 @@ class Evidence:
                 if name in MOVES:
                     return transition(str(name), operands, self.mesh)
                 return [self._call(rank, operands[rank]) for rank in self.ranks]
-        except (RuntimeError, AssertionError, IndexError, ValueError, TypeError):
+        except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, AttributeError):
             return None  # the operands do not fit: this is not what happened
 
     def _call(self, rank: int, operands: list[Any], **rank_args: Any) -> Tensor:

@@ -219,7 +219,7 @@ def _is_order(evidence: Evidence, order: list[int], rank: int) -> bool:
 
 
 def _whose(evidence: Evidence, moved: _Moved) -> str:
-    """ " (rank 0's window)" where the rows are the beginning of it."""
+    """Which rank's window it is, where the rows are the beginning of one."""
     if not evidence.is_local or not moved.real:
         return ""
     offset = moved.real[0] - moved.rows[moved.sources.index(moved.real[0])]

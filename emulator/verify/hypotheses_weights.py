@@ -57,7 +57,7 @@ def weight_placement(evidence: Evidence) -> Diagnosis | None:
     for at, name, layout, whole in _weights(evidence):
         used = evidence.operand(at)
         for words, values in _parts(whole, name, mesh):
-            if values is None or all(_equal(v, u) for v, u in zip(values, used)):
+            if all(_equal(v, u) for v, u in zip(values, used)):
                 continue
             result = evidence.run(evidence.replaced(at, values))
             if evidence.faithful and evidence.gives_expected(result):
@@ -130,15 +130,22 @@ def _weights(evidence: Evidence) -> Iterator[tuple[int, str, Layout, Tensor]]:
     """(position, name, layout, whole weight) of the operands that are parameters."""
     for at, layout in evidence.tensors:
         argument = evidence.node.args[at]
-        if argument.op == "get_attr" and str(argument.target) in evidence.scene.weights:
-            yield at, str(argument.target), layout, evidence.scene.weights[str(argument.target)]
+        whole = evidence.scene.weights.get(str(argument.target)) if argument.op == "get_attr" else None
+        if whole is not None and _divides(whole, layout, evidence.mesh):
+            yield at, str(argument.target), layout, whole
+
+
+def _divides(whole: Tensor, layout: Layout, mesh: Mesh) -> bool:
+    """Whether a weight of this shape can be placed so."""
+    shards = [(axis, p.dim) for axis, p in layout.placements if isinstance(p, Shard)]
+    return all(dim < whole.dim() and whole.shape[dim] % mesh.sizes[axis] == 0 for axis, dim in shards)
 
 
 def _equal(value: Tensor, other: Tensor) -> bool:
     return value.shape == other.shape and torch.equal(value.double(), other.double())
 
 
-def _parts(whole: Tensor, name: str, mesh: Mesh) -> Iterator[tuple[str, Values | None]]:
+def _parts(whole: Tensor, name: str, mesh: Mesh) -> Iterator[tuple[str, Values]]:
     """The parts of a weight that the ranks could hold: (words, value by rank)."""
     yield f"the whole of {name}", [whole] * mesh.size
     for axis in mesh.names:
@@ -199,9 +206,7 @@ def _what_it_is(
 
 
 def _equal_part(value: Tensor, weight: Tensor, layout: Layout, mesh: Mesh, rank: int) -> bool:
-    if any(getattr(p, "dim", 0) >= weight.dim() for _, p in layout.placements):
-        return False
-    return _equal(value, local_shard(weight, layout, mesh, rank))
+    return _divides(weight, layout, mesh) and _equal(value, local_shard(weight, layout, mesh, rank))
 
 
 def _difference(value: Tensor, proper: Tensor, whole: Tensor) -> str:

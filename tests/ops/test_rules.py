@@ -74,6 +74,22 @@ def cut(value: Tensor, placement: Placement, size: int, generator: torch.Generat
     return [*summands, value - sum(summands)]
 
 
+def lengths_of_ranks(tensors: dict[str, Tensor], size: int) -> dict[str, list[Tensor]]:
+    """Row by row: how many rows of each request a rank holds, and how many keys its last one of them sees."""
+    owner = [i for i, n in enumerate(tensors["query_lens"].tolist()) for _ in range(n)]
+    ends = tensors["query_lens"].cumsum(0).tolist()
+    per, found = len(owner) // size, {"query_lens": [], "kv_lens": []}
+    for rank in range(size):
+        rows, keys = torch.zeros_like(tensors["query_lens"]), torch.zeros_like(tensors["kv_lens"])
+        for row in range(rank * per, (rank + 1) * per):
+            request = owner[row]
+            rows[request] += 1
+            keys[request] = tensors["kv_lens"][request] - (ends[request] - 1 - row)
+        found["query_lens"].append(rows)
+        found["kv_lens"].append(keys)
+    return found
+
+
 def whole(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """The value that the ranks' parts make up."""
     if isinstance(placement, Shard):
@@ -90,6 +106,9 @@ def simulate(case: Case, placements: dict[str, Placement], promised: Sequence[Pl
     """Asserts that the op on the ranks' parts makes up the op on the whole."""
     generator = torch.Generator().manual_seed(1)
     parts = {k: cut(t, placements[k], size, generator) for k, t in case.tensors.items()}
+    for name in {"query_lens", "kv_lens"} & set(parts):
+        if placements[name] == LOCAL:  # the lengths on a rank's rows, not a cut of the list of requests
+            parts[name] = lengths_of_ranks(case.tensors, size)[name]
     rank_args = OPS[case.name].rank_args if case.name in OPS else None
     outputs = []
     for rank in range(size):
@@ -214,7 +233,7 @@ CASES = [
             "q": floats(T, N, 6), "cache": CACHE, "w_uk_t": floats(N, 4, 4), "w_uv": floats(N, 4, 6),
             "ids": TOPK_IDS, **BATCH,
         },
-        (R,) * 8, (HEADS, R, Shard(0), Shard(0), R, R, R, R),
+        (R,) * 8, (HEADS, R, Shard(0), Shard(0), R, R, R, R), (LOCAL, R, R, R, LOCAL, LOCAL, LOCAL, R),
         block_size=2, scale=0.7,
     ),
     vocabulary_case(
@@ -232,7 +251,7 @@ CASES = [
             "q_resid": floats(T, IN), "x": floats(T, IN, seed=1), "wq_b": floats(N * 6, IN),
             "weights_proj": floats(N, IN), "index_cache": CACHE, "positions": POSITIONS, "inv_freq": INV_FREQ, **BATCH,
         },
-        (R,) * 10,
+        (R,) * 10, (LOCAL, LOCAL, R, R, R, LOCAL, R, LOCAL, LOCAL, R),
         block_size=2, topk=2, interleaved=False, scaling=1.0,
     ),
     view_case(

@@ -20,7 +20,7 @@ def count(prepared: Prepared, graph: RankGraph, rank: int = 0) -> Counter[Effect
     """effective_ops of a graph with the shapes of a prepared scenario, as one rank sees them."""
     config, parameters = prepared.config, prepared.program.parameters
     shapes = ShapeMode(
-        prepared.mesh, rank, graph.tokens, config.n_routed_experts, config.num_experts_per_tok, torch.bfloat16
+        prepared.mesh, rank, [graph.tokens], config.n_routed_experts, config.num_experts_per_tok, torch.bfloat16
     )
     with FakeTensorMode():
         return effective_ops(
