@@ -10,7 +10,7 @@ from emulator.shrink import commands, failure_of_run, shrink, write_scenario
 
 
 def test_a_value_failure_shrinks_to_its_layer(tmp_path):
-    given = {"variants": {"shared_experts": "allreduce_local"}, "static_check": False, "tokens": 64}
+    given = {"variants": {"shared_experts": "allreduce_local"}, "static_check": False, "tokens": 16}
     scenario = load_scenario("glm-5.1-mini", given)
     found = shrink(scenario)
     assert found is not None

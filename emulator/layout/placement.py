@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from emulator.errors import UsageError
@@ -38,6 +40,11 @@ class Tokens:
         """[start, end) of rank `index`'s real tokens; empty (start == end) on a rank with padding only."""
         start = index * self.per
         return start, max(start, min(start + self.per, self.real))
+
+    def ids(self, index: int) -> Tensor:
+        """Global token id of each row of rank `index`, padding -1: int64 [per]."""
+        rows = torch.arange(index * self.per, (index + 1) * self.per)
+        return torch.where(rows < self.real, rows, -1)
 
 
 @dataclass(frozen=True)

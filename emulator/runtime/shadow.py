@@ -54,11 +54,9 @@ class Shadow:
 
     def _given(self, layout: Layout) -> Tensor:
         """Tokens of a graph input: the batch, or this rank's window of it."""
-        ids = torch.arange(self.tokens.real)
-        if layout.on("tp") != LOCAL:
-            return ids
-        index = self.collectives.mesh.index("tp", self.collectives.rank)
-        return pad_rows(ids, 0, self.tokens.padded)[index * self.tokens.per :][: self.tokens.per]
+        if layout.on("tp") == LOCAL:
+            return self.tokens.ids(self.collectives.mesh.index("tp", self.collectives.rank))
+        return torch.arange(self.tokens.real)
 
     def _move(self, node: fx.Node, layout: Layout) -> Tensor:
         source, *args = node.args

@@ -102,10 +102,7 @@ class Witnesses:
     def _tokens_of(self, layout: Layout, rank: int) -> Tensor:
         if layout.on("tp") != LOCAL:
             return torch.arange(self.tokens.real)
-        start, end = self.tokens.window(self.mesh.index("tp", rank))
-        ids = torch.full((self.tokens.per,), -1)
-        ids[: end - start] = torch.arange(start, end)
-        return ids
+        return self.tokens.ids(self.mesh.index("tp", rank))
 
     def values(self, node: fx.Node) -> list[Any]:
         return [c[node.name][0] if node.name in c else None for c in self.captured]

@@ -60,9 +60,9 @@ class Expectation:
         ids = torch.arange(self.tokens.real)
         if isinstance(placement, Mixed):
             inner = self._cut(value, placement.value, index)
-            return None if inner is None else Expected(self._window(inner, index), self._local_ids(index))
+            return None if inner is None else Expected(self._window(inner, index), self.tokens.ids(index))
         if placement == LOCAL:
-            return Expected(self._window(value, index), self._local_ids(index))
+            return Expected(self._window(value, index), self.tokens.ids(index))
         cut = self._cut(value, placement, index)
         return None if cut is None else Expected(cut, ids)
 
@@ -75,12 +75,6 @@ class Expectation:
         start, end = self.tokens.window(index)
         return value[start:end]
 
-    def _local_ids(self, index: int) -> Tensor:
-        start, end = self.tokens.window(index)
-        ids = torch.full((self.tokens.per,), -1)
-        ids[: end - start] = torch.arange(start, end)
-        return ids
-
     def _group(self, origin: str) -> Expected:
         """The local rows, padding included, of every rank of the ep group."""
         values, ids = [], []
@@ -88,9 +82,7 @@ class Expectation:
             peer, index = self.peers[self.mesh.index("dp", rank)], self.mesh.index("tp", rank)
             start, end = peer.tokens.window(index)
             values.append(peer.reference[origin][start:end])
-            own = torch.full((peer.tokens.per,), -1)
-            own[: end - start] = torch.arange(start, end)
-            ids.append(own)
+            ids.append(peer.tokens.ids(index))
         return Expected(torch.cat(values), torch.cat(ids))
 
     def _rows(self, origin: str, value: Tensor, layout: Layout) -> Expected | None:

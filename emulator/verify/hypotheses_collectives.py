@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from emulator.layout.placement import Layout
 from emulator.ops.registry import LOCAL, Mixed, op_name
 from emulator.ops.transition import pad_rows
-from emulator.verify.hypotheses_moves import MOVES, Values
+from emulator.verify.hypotheses_moves import MOVES, Values, axis_at
 from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.scene import Diagnosis
 
@@ -23,7 +23,7 @@ def wrong_group(evidence: Evidence) -> Diagnosis | None:
     """The transition, over the groups of another axis, gives the right value (or the one found)."""
     if evidence.op not in MOVES:
         return None
-    at = 3 if evidence.op == "all_to_all_rows" else 1
+    at = axis_at(str(evidence.op))
     own = evidence.operand(at)[0]
     for axis in _other_axes(evidence, own):
         size = len(evidence.mesh.members(axis, 0))

@@ -12,7 +12,7 @@ from torch import Tensor
 from emulator.layout.placement import Layout
 from emulator.layout.plan import module_pattern
 from emulator.ops.registry import LOCAL, Mixed, op_name
-from emulator.ops.transition import COLLECTIVES, TRANSITIONS, pad_rows
+from emulator.ops.transition import COLLECTIVES, LOCAL_CUTS, TRANSITIONS, pad_rows
 from emulator.verify.hypotheses_moves import Values, total, upstream
 from emulator.verify.hypotheses_rerun import Evidence
 from emulator.verify.hypotheses_words import ranks_text, verb
@@ -49,7 +49,7 @@ def not_gathered(evidence: Evidence) -> Diagnosis | None:
 
 def not_cut(evidence: Evidence) -> Diagnosis | None:
     """All rows used where each rank's own were meant."""
-    if not evidence.faithful or evidence.mesh.tp == 1 or evidence.op in (*COLLECTIVES, "slice"):
+    if not evidence.faithful or evidence.mesh.tp == 1 or evidence.op in (*COLLECTIVES, *LOCAL_CUTS):
         return None
     rows = {at: len(evidence.operand(at)[0]) for at, _ in _with_rows(evidence)}
     for at, num in rows.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.ops.registry import op_name
-from emulator.ops.transition import TRANSITIONS
+from emulator.ops.transition import TRANSITIONS, local_lengths
 from emulator.runtime.collectives import splits
 from emulator.runtime.mesh import Mesh
 
@@ -21,16 +21,26 @@ def total(parts: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, parts)
 
 
+def axis_at(op: str) -> int:
+    """Position of the mesh axis among a transition's arguments."""
+    arguments = getattr(torch.ops.emulator, op).default._schema.arguments
+    return [a.name for a in arguments].index("axis")
+
+
 def transition(op: str, operands: list[list[Any]], mesh: Mesh) -> Values:
     """A transition op on every rank: its meaning in runtime/collectives, over a list of values."""
-    values = [args[0] for args in operands]
+    values, at = [args[0] for args in operands], axis_at(op)
     result = []
     for rank, args in enumerate(operands):
-        axis = args[3] if op == "all_to_all_rows" else args[1]
-        members, index = mesh.members(axis, rank), mesh.index(axis, rank)
+        members, index = mesh.members(args[at], rank), mesh.index(args[at], rank)
         parts = [values[m] for m in members]
         if op == "slice":
-            result.append(values[rank].chunk(args[2], args[3])[index])
+            result.append(args[0].chunk(args[2], args[3])[index])
+        elif op == "slice_rows":
+            result.append(args[0].split(splits(args[1], args[3]))[index])
+        elif op in ("local_query_lens", "local_kv_lens"):
+            queries, start = args[at - 1], index * args[-1]
+            result.append(local_lengths(queries, args[0], start, start + args[-1])[op == "local_kv_lens"])
         elif op == "all_reduce":
             result.append(total(parts))
         elif op == "reduce_scatter":

@@ -128,3 +128,15 @@ def test_unknown_words_for_weights(word: str) -> None:
     with pytest.raises(UsageError, match="here: weight placement") as error:
         parse_weight(word, "here")
     assert repr(word) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids"),
+    [
+        (Tokens(5, 4), [[0, 1], [2, 3], [4, -1], [-1, -1]]),
+        (Tokens(3, 2, rows=8), [[0, 1, 2, -1], [-1, -1, -1, -1]]),  # padded to another dp rank's 8 rows
+        (Tokens(0, 2, rows=1), [[-1], [-1]]),
+    ],
+)
+def test_ids_of_a_rank(tokens: Tokens, ids: list[list[int]]) -> None:
+    assert [tokens.ids(i).tolist() for i in range(tokens.parts)] == ids

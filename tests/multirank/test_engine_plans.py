@@ -58,7 +58,7 @@ def _calls(summary: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["dsa_cp_engine_c", pytest.param("dsa_cp_engine", marks=pytest.mark.slow)])
 def test_full_size_calls_of_an_attention_layer(plan):
     """GLM-5.1, 4096 tokens, tp 16: rows of 704 gathered, o_proj [6144, 16384] gathered from shards of 1024 columns."""
     summary = run(load_scenario("glm-5.1", {"plan": plan, "layers": 4}))

@@ -54,7 +54,7 @@ def told(graph) -> list:
 @pytest.mark.parametrize("variants", VARIANTS, ids=lambda v: "+".join(v) or "default")
 @pytest.mark.parametrize("plan", ["sp", "dsa_cp"])
 @pytest.mark.parametrize("model", ["glm-5.1-mini", "deepseek-v3.2-mini"])
-@pytest.mark.parametrize("tokens", [96, 97, 3])
+@pytest.mark.parametrize("tokens", [97, 3])
 def test_equals_lowering_node_for_node(model, plan, variants, tokens):
     before = baseline(model, plan, tokens=tokens, variants=variants)
     wanted = lowered(model, plan, tokens=tokens, variants=variants)
