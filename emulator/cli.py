@@ -115,13 +115,8 @@ def run(
         raise refused
     if summary is None:  # under torchrun only rank 0 reports
         return
-    if shrunk and loaded is not None and summary["verdict"] == "fail" and not launcher.under_torchrun():
-        found = _shrink(loaded, out)
-        summary["shrunk"] = found
-        if not as_json:
-            report.print_shrunk(found)
-    if as_json:
-        print(json.dumps(summary))
+    assert loaded is not None
+    _finish(summary, loaded, out, shrunk, as_json)
     raise typer.Exit(0 if summary["verdict"] == "pass" else 1)
 
 
@@ -134,6 +129,16 @@ def _run(loaded: Scenario, folder: Path, as_json: bool) -> dict[str, Any] | None
     if summary is not None and not as_json:
         report.print_summary(summary)
     return summary
+
+
+def _finish(summary: dict[str, Any], loaded: Scenario, out: Path | None, shrunk: bool, as_json: bool) -> None:
+    """Shrinks a failed run if that was asked for, and prints the JSON object."""
+    if shrunk and summary["verdict"] == "fail" and not launcher.under_torchrun():
+        summary["shrunk"] = _shrink(loaded, out)
+        if not as_json:
+            report.print_shrunk(summary["shrunk"])
+    if as_json:
+        print(json.dumps(summary))
 
 
 def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
@@ -170,6 +175,9 @@ def inject(
     seed: Annotated[int | None, typer.Option(help="Seed of weights and token ids.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a rank has stalled.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for traces and summary.json.")] = None,
+    shrunk: Annotated[
+        bool, typer.Option("--shrink", help="Find the smallest scenario in which the fault shows in the same way.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a scenario with a fault on purpose, list the faults, or show for all of them what finds them."""
@@ -192,8 +200,8 @@ def inject(
         }  # fmt: skip
         loaded = matrix.faulty_scenario(find_fault(fault), scenario, given)
         summary = _run(loaded, out or default_out_dir(loaded), as_json)
-    if summary is not None and as_json:
-        print(json.dumps(summary))
+    if summary is not None:
+        _finish(summary, loaded, out, shrunk, as_json)
     raise typer.Exit(0 if summary is None or summary["verdict"] == "pass" else 1)
 
 

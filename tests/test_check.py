@@ -146,3 +146,18 @@ def test_modules_of_the_users_graph_are_entered():
     report = check_graph(fx.symbolic_trace(block), {"x": _x()}, layouts, 2, tokens=T)
     assert report.passed, str(report)
     torch.testing.assert_close(report.outputs[0], block.proj(_x()).detach())
+
+
+def test_a_plan_gives_the_weights_their_placements():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = nn.Linear(H, F, bias=False, dtype=torch.float64)
+
+        def forward(self, x):
+            return torch.ops.emulator.all_gather(self.lm_head(x), "tp", 2, 1)
+
+    head = Head()
+    report = check_graph(fx.symbolic_trace(head), {"x": _x()}, "tp", 2, tokens=T)  # tp: lm_head is shard(0)
+    assert report.passed, str(report)
+    torch.testing.assert_close(report.outputs[1], head.lm_head(_x()).detach())

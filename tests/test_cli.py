@@ -159,3 +159,58 @@ def test_torchrun_does_the_same_job(tmp_path):
     theirs, ours = json.loads(launched.stdout), _summary(tmp_path / "b", "--tp", "2")
     varying = {"wall_s", "peak_rss_mb", "out_dir"}
     assert {k: v for k, v in theirs.items() if k not in varying} == {k: v for k, v in ours.items() if k not in varying}
+
+
+def test_inject_names_the_node_and_shrinks(tmp_path):
+    result = _run(
+        "inject", "all-reduce-twice", "glm-5.1-mini", "--tokens", "13", "--layers", "3", "--shrink", "--json",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert result.exit_code == 1
+    summary = json.loads(result.stdout)
+    assert summary["culprit"]["kind"] == "reduced_twice"
+    assert "all_reduce" in summary["culprit"]["op"]
+    shrunk = summary["shrunk"]
+    assert shrunk["sizes"]["tp"] == 2
+    assert 'fault = "all-reduce-twice"' in Path(shrunk["scenario"]).read_text()
+    again = _run("run", shrunk["scenario"], "--json", "--out", str(tmp_path / "again"))
+    assert again.exit_code == 1
+    assert json.loads(again.stdout)["culprit"]["kind"] == "reduced_twice"
+
+
+def test_a_users_pass_from_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        """
+import operator
+import torch
+from torch import fx
+from emulator.passes.library import sequence_parallel_pass
+
+def gathers_output_1(gm):
+    gm = sequence_parallel_pass(gm)
+    for node in list(gm.graph.nodes):
+        if node.target is operator.getitem and node.args[1] == 1 and "post_attention" in node.meta["module"]:
+            with gm.graph.inserting_after(node):
+                full = gm.graph.call_function(torch.ops.emulator.all_gather, (node, "tp", 4, 0))
+            node.replace_all_uses_with(full, delete_user_cb=lambda user: user is not full)
+    return gm
+"""
+    )
+    args = [
+        "run",
+        "glm-5.1-mini",
+        "--plan",
+        "tp",
+        "--variant",
+        "attention=replicated",
+        "--tokens",
+        "16",
+        "--layers",
+        "3",
+    ]
+    result = _run(*args, "--pass", f"{tmp_path}/mine.py:gathers_output_1", "--shrink", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    for words in ("3 broken rules", "model.layers.1.input_layernorm: add_rms_norm2", "full-token (all_gather"):
+        assert words in result.stderr
+    assert "still     static check: add_rms_norm2 of model.layers.*.input_layernorm" in result.stdout
+    assert (tmp_path / "out" / "shrunk.toml").read_text().count("mine.py:gathers_output_1") == 1
