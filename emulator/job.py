@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from emulator.errors import RankError
-from emulator.locate import case_of, locate
-from emulator.prepare import Prepared, prepare
+from emulator.locate import locate_crash, locate_failure
+from emulator.prepare import prepare
 from emulator.rank import run_on_rank
 from emulator.runtime.board import Board
 from emulator.runtime.threads import single_thread
@@ -15,6 +15,9 @@ from emulator.runtime.world import World
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
 from emulator.verdict import failures_of, summarise
+
+# failures that no wrong value explains: a rank that died or stalled, or made another call than the others
+_OF_COMMUNICATION = ("Died", "Stalled", "CallMismatch", "PeerStalled", "PeerFailed")
 
 
 def run(
@@ -45,20 +48,8 @@ def run(
                 groups = {axis: prepared.mesh.groups(axis) for axis in prepared.mesh.names}
                 write_flight_records(out_dir, calls, groups)
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
+            if scenario.mode == "real" and error.report.get("kind") not in _OF_COMMUNICATION:
+                error.report["culprit"] = locate_crash(prepared)
             raise
-        culprit = _locate(prepared, failures_of(reports))
+        culprit = locate_failure(prepared, failures_of(reports))
     return summarise(prepared, reports, time.perf_counter() - started, culprit)
-
-
-def _locate(prepared: Prepared, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first wrong node of the first step that went wrong."""
-    if not failures:
-        return None
-    step = min(f["step"] for f in failures)
-    first = min((f for f in failures if f["step"] == step), key=lambda f: (f["order"], f["rank"]))
-    dp = prepared.mesh.index("dp", first["rank"])
-    here = [f for f in failures if f["step"] == step and prepared.mesh.index("dp", f["rank"]) == dp]
-    found = locate(case_of(prepared, step, dp), here)
-    if found is not None:
-        found |= {"step": step, "dp": dp}
-    return found

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from emulator.layout.plan import module_pattern
 from emulator.layout.rank_graph import RankGraph
 from emulator.model.program import Program
 from emulator.prepare import Prepared, reference_of
-from emulator.rank import capture_on_rank
+from emulator.rank import Retrace, retrace_on_rank
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.world import World
 from emulator.trace.summary import layer_of
@@ -51,13 +52,65 @@ def case_of(prepared: Prepared, step: int, dp: int) -> Case:
 
     def capture(names: frozenset[str]) -> list[Captured]:
         world = World(whole, timeout=prepared.scenario.timeout)
-        found = world.run(capture_on_rank, prepared, step, names)
-        return [found[rank] for rank in ranks]
+        found: list[Retrace] = world.run(retrace_on_rank, prepared, step, names)
+        return [found[rank].captured for rank in ranks]
 
     return Case(
         prepared.program, part.rank_graph, mesh, prepared.weights, set(part.reference),
         lambda names: reference_of(part, names), capture,
     )  # fmt: skip
+
+
+def locate_failure(prepared: Prepared, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The culprit of the first step that went wrong, on the dp rank where it did. failures: as verdict.failures_of."""
+    if not failures:
+        return None
+    step = min(f["step"] for f in failures)
+    first = min((f for f in failures if f["step"] == step), key=lambda f: (f["order"], f["rank"]))
+    dp = prepared.mesh.index("dp", first["rank"])
+    here = [f for f in failures if f["step"] == step and prepared.mesh.index("dp", f["rank"]) == dp]
+    found = locate(case_of(prepared, step, dp), here)
+    return {**found, "step": step, "dp": dp} if found is not None else None
+
+
+def locate_crash(prepared: Prepared) -> dict[str, Any] | None:
+    """The culprit of a run in which a node raised: the first wrong value before it, or the node itself. None where no
+    rank raises again, or nothing explains it: then the error says more."""
+    last = len(prepared.schedule) - 1
+    world = World(prepared.mesh, timeout=prepared.scenario.timeout)
+    traces: list[Retrace] = world.run(retrace_on_rank, prepared, last, frozenset())
+    raised = [(rank, t) for rank, t in enumerate(traces) if t.raised and t.raised[0]]
+    if not raised:
+        return None
+    step = raised[0][1].step
+    wrong = [{**f, "step": step} for t in traces if t.step == step for f in t.failures]
+    if wrong:
+        return locate_failure(prepared, wrong)
+    dp = prepared.mesh.index("dp", raised[0][0])
+    case = case_of(prepared, step, dp)
+    node = next(n for n in case.rank_graph.graph.nodes if n.name == raised[0][1].raised[0])  # type: ignore[index]
+    found = _of_raised(case, node)
+    return {**found, "step": step, "dp": dp} if found["kind"] != "unknown" else None
+
+
+def _of_raised(case: Case, node: fx.Node) -> dict[str, Any]:
+    """A node that does not run on its operands."""
+    witnesses = _hear(case, [node])
+    ranks = list(range(case.mesh.size))
+    value = next((u for u in node.users if u.target is operator.getitem), node)
+    origin = value_origin(value)
+    nothing = torch.empty(0)
+    if origin is None:
+        return _culprit(node, ranks, Diagnosis("unknown", "the node does not run on its operands", {}))
+    reference, tolerance = case.reference_of({origin})
+    peers = [Peer(case.rank_graph.tokens, reference)]
+    expected = [Expectation(case.program, case.mesh, r, peers).of(origin, value.meta["layout"]) for r in ranks]
+    scene = Scene(
+        node, case.mesh, case.rank_graph.tokens, [nothing] * len(ranks), [e.value if e else None for e in expected],
+        reference[origin], _operands(node, witnesses), [None] * len(ranks), ranks, tolerance.absolute[origin],
+        case.weights, _related(case, origin), 0,
+    )  # fmt: skip
+    return _culprit(node, ranks, diagnose(scene))
 
 
 def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -113,10 +166,6 @@ def _hear(case: Case, nodes: list[fx.Node]) -> Witnesses:
 def _scene(case: Case, blame: Blame, witnesses: Witnesses) -> Scene:
     origin = value_origin(blame.value)
     assert origin is not None
-    operands = [
-        list(fx.map_arg(blame.node.args, lambda n, kept=kept: kept[n.name][0] if n.name in kept else None))
-        for kept in witnesses.captured
-    ]
     return Scene(
         node=blame.node,
         mesh=case.mesh,
@@ -124,7 +173,7 @@ def _scene(case: Case, blame: Blame, witnesses: Witnesses) -> Scene:
         found=witnesses.values(blame.value),
         expected=witnesses.expected(blame.value),
         reference=witnesses.reference[origin],
-        operands=operands,
+        operands=_operands(blame.node, witnesses),
         ids=witnesses.ids(blame.value),
         wrong=blame.wrong,
         tolerance=witnesses.tolerance.absolute[origin],
@@ -132,6 +181,14 @@ def _scene(case: Case, blame: Blame, witnesses: Witnesses) -> Scene:
         related=_related(case, origin),
         output=blame.output,
     )
+
+
+def _operands(node: fx.Node, witnesses: Witnesses) -> list[list[Any]]:
+    """By rank: the values of the node's arguments."""
+    return [
+        list(fx.map_arg(node.args, lambda n, kept=kept: kept[n.name][0] if n.name in kept else None))
+        for kept in witnesses.captured
+    ]
 
 
 def _related(case: Case, origin: str) -> dict[str, Tensor]:

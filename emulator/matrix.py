@@ -176,13 +176,15 @@ def _of_error(fault: Fault, scenario: Scenario, error: RankError) -> dict[str, A
     report = error.report
     blamed = [report.get("doing") or "", *(report.get("others", {}).get(r) or "" for r in report.get("culprits", ()))]
     named = [match for text in blamed if (match := _DOING.search(text))]
+    culprit = report.get("culprit")
     broken = prepare(scenario, graph_only=True).rank_graph.violations
     return {
         "seen": ("static", "rank error") if broken else ("rank error",),
         "node_right": any(_is_there(fault, m[2], m[1]) for m in named),
+        "diagnosis_right": culprit["kind"] in fault.diagnoses if culprit else None,
         "place": f"{named[0][1]} of {named[0][2]}" if named else "",
-        "kind": report.get("kind", ""),
-        "text": str(error),
+        "kind": culprit["kind"] if culprit else report.get("kind", ""),
+        "text": culprit["text"] if culprit else str(error),
     }
 
 

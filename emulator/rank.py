@@ -3,7 +3,7 @@
 import hashlib
 import json
 import resource
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -14,6 +14,7 @@ from emulator.faults.catalogue import inject_on_rank
 from emulator.faults.on_rank import FaultyCollectives
 from emulator.model.batch import own_caches
 from emulator.prepare import Prepared
+from emulator.runtime.board import PeerFailed
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.executor import Executor
 from emulator.runtime.rank_process import RankContext
@@ -64,7 +65,9 @@ def _run_step(
     if part.scenario.mode == "shape":
         _run_shapes(part, number, context.rank, common)
     else:
-        values = _run_values(part, number, context.rank, common, caches)[0]
+        check, executor = _value_run(part, number, context.rank, common, caches)
+        executor.run()
+        values = check.report
     breaches: list[Breach] = []
     if part.contract is not None:
         records = writer.records[first_record:]
@@ -76,17 +79,37 @@ def _run_step(
     }
 
 
-def capture_on_rank(prepared: Prepared, step: int, names: frozenset[str], context: RankContext) -> Captured:
-    """The same run again up to a step, without trace or contract: values and token ids of that step's named nodes."""
+@dataclass(frozen=True)
+class Retrace:
+    """What a rank met in a second run. step: the last one it ran, failures: wrong values in it; captured: values and
+    token ids of the named nodes there; raised: node in which this rank raised by itself, and the error."""
+
+    step: int
+    failures: list[dict[str, Any]]
+    captured: Captured
+    raised: tuple[str, str] | None = None
+
+
+def retrace_on_rank(prepared: Prepared, last: int, names: frozenset[str], context: RankContext) -> Retrace:
+    """The same run again up to step `last`, without trace or contract; an error ends it and is part of the answer."""
     caches: dict[str, Any] = {}
-    captured: Captured = {}
     dp = prepared.mesh.index("dp", context.rank)
+    found = Retrace(0, [], {})
     with torch.no_grad():
-        for number, parts in enumerate(prepared.schedule[: step + 1]):
+        for number, parts in enumerate(prepared.schedule[: last + 1]):
             common = _common(parts[dp], context, TraceWriter(None, {}))
-            wanted = names if number == step else frozenset()
-            captured = _run_values(parts[dp], number, context.rank, common, caches, wanted)[1]
-    return captured
+            check, executor = _value_run(parts[dp], number, context.rank, common, caches, names)
+            raised = None
+            try:
+                executor.run()
+            except Exception as error:
+                own = not isinstance(error, PeerFailed) and executor.node is not None
+                raised = (executor.node.name, f"{type(error).__name__}: {error}") if own and executor.node else ("", "")
+                context.board.abort()  # the others need not wait
+            found = Retrace(number, asdict(check.report)["failures"], executor.captured, raised)
+            if raised is not None:
+                break
+    return found
 
 
 def _common(part: Prepared, context: RankContext, writer: TraceWriter) -> dict[str, Any]:
@@ -98,10 +121,11 @@ def _common(part: Prepared, context: RankContext, writer: TraceWriter) -> dict[s
     }  # fmt: skip
 
 
-def _run_values(
+def _value_run(
     part: Prepared, number: int, rank: int, common: dict[str, Any], caches: dict[str, Any],
     capture: frozenset[str] = frozenset(),
-) -> tuple[ValueReport, Captured]:  # fmt: skip
+) -> tuple[ValueCheck, Executor]:  # fmt: skip
+    """A rank's run of a step, ready to start, and its check. caches: filled in by the first step."""
     assert part.batch is not None
     check = ValueCheck(
         part.program, part.rank_graph, part.mesh, rank, part.peers(number), part.tolerance,
@@ -120,8 +144,7 @@ def _run_values(
         capture=capture,
         **common,
     )
-    executor.run()
-    return check.report, executor.captured
+    return check, executor
 
 
 def _run_shapes(part: Prepared, number: int, rank: int, common: dict[str, Any]) -> None:

@@ -54,6 +54,9 @@ def failure_of_run(scenario: Scenario) -> Failure | None:
     except UsageError:
         return None
     except RankError as error:
+        culprit = error.report.get("culprit")
+        if culprit:
+            return Failure("rank", module_pattern(culprit["module"]), culprit["op"], culprit["kind"])
         return Failure("rank", "", "", str(error.report.get("kind", "")))
     return _failure(summary)
 

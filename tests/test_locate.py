@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import emulator.rank as rank_module
+from emulator.errors import RankError
 from emulator.job import run
 from emulator.scenario import load_scenario
 
@@ -85,3 +86,22 @@ def test_a_partial_sum_is_told_from_its_reduction(monkeypatch):
 
 def test_a_right_run_has_no_culprit():
     assert run(load_scenario("glm-5.1-mini", {"tokens": 3, "layers": 1}))["culprit"] is None
+
+
+def test_a_node_that_does_not_run_on_its_operands():
+    """The residual gathered as well (RFC error 3): full rows meet local ones, and no kernel can add them."""
+    given = {"tokens": 16, "layers": 2, "fault": "residual-gathered", "static_check": False}
+    with pytest.raises(RankError) as caught:
+        run(load_scenario("glm-5.1-mini", given))
+    culprit = caught.value.report["culprit"]
+    assert (culprit["op"], culprit["module"]) == ("add_rms_norm2", "model.layers.1.input_layernorm")
+    assert culprit["kind"] == "residual_gathered"
+    assert "all 16 rows" in culprit["text"]
+    assert "own 4" in culprit["text"]
+
+
+def test_an_error_of_one_rank_stays_its_own():
+    with pytest.raises(RankError) as caught:
+        run(load_scenario("glm-5.1-mini", {"tokens": 16, "layers": 2, "fault": "rank-raises", "static_check": False}))
+    assert caught.value.report["culprit"] is None
+    assert "MemoryError" in str(caught.value)

@@ -16,7 +16,11 @@ def explain(error: RankError) -> str:
     lines += [f"  rank {rank} was {doing or 'starting'}" for rank, doing in (report.get("others") or {}).items()]
     if "flight_records" in report:
         lines.append(f"  the calls of each rank, for torch's own analyser: {report['flight_records']}")
-    if "traceback" in report and report.get("kind") not in ("PeerStalled", "CallMismatch"):
+    culprit = report.get("culprit")
+    if culprit:
+        lines.append(f"  node {culprit['node']} ({culprit['op']}) of {culprit['module']}")
+        lines.append(f"  cause {culprit['kind']}: {culprit['text']}")
+    elif "traceback" in report and report.get("kind") not in ("PeerStalled", "CallMismatch"):
         lines.append(report["traceback"])
     return "\n".join(lines)
 
