@@ -5,7 +5,7 @@ Exit codes: 0 all checks hold; 1 a check failed; 2 bad input; 3 a rank failed.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,29 +94,43 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Run a scenario on ranks and check every boundary, shape, collective count and value."""
+
+    def load() -> Scenario:
+        given: dict[str, Any] = {
+            "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers,
+            "step": [parse_requests(text).model_dump() for text in requests or ()] or None,
+            "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
+            "timeout": timeout, "passes": graph_pass or None, "contract": contract,
+            "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
+        }  # fmt: skip
+        given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
+        if launcher.under_torchrun():
+            given["parallel"] = launcher.sizes_from_world(given["parallel"])
+        return load_scenario(scenario, given)
+
+    _run_and_exit(load, out, shrunk, as_json)
+
+
+def _run_and_exit(load: Callable[[], Scenario], out: Path | None, shrunk: bool, as_json: bool) -> None:
+    """Runs a scenario, shrinks it if it fails and that was asked for, and leaves with the exit code."""
     loaded: Scenario | None = None
+    shrunk = shrunk and not launcher.under_torchrun()
     try:
         with _exit_codes():
-            given: dict[str, Any] = {
-                "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers,
-                "step": [parse_requests(text).model_dump() for text in requests or ()] or None,
-                "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
-                "timeout": timeout, "passes": graph_pass or None, "contract": contract,
-                "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
-            }  # fmt: skip
-            given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
-            if launcher.under_torchrun():
-                given["parallel"] = launcher.sizes_from_world(given["parallel"])
-            loaded = load_scenario(scenario, given)
+            loaded = load()
             summary = _run(loaded, out or default_out_dir(loaded), as_json)
     except typer.Exit as refused:  # by the static check, or by a rank: a smaller one is as welcome
-        if shrunk and loaded is not None and not launcher.under_torchrun():
+        if shrunk and loaded is not None:
             report.print_shrunk(_shrink(loaded, out))
         raise refused
     if summary is None:  # under torchrun only rank 0 reports
         return
-    assert loaded is not None
-    _finish(summary, loaded, out, shrunk, as_json)
+    if shrunk and summary["verdict"] == "fail":
+        summary["shrunk"] = _shrink(loaded, out)
+        if not as_json:
+            report.print_shrunk(summary["shrunk"])
+    if as_json:
+        print(json.dumps(summary))
     raise typer.Exit(0 if summary["verdict"] == "pass" else 1)
 
 
@@ -129,16 +143,6 @@ def _run(loaded: Scenario, folder: Path, as_json: bool) -> dict[str, Any] | None
     if summary is not None and not as_json:
         report.print_summary(summary)
     return summary
-
-
-def _finish(summary: dict[str, Any], loaded: Scenario, out: Path | None, shrunk: bool, as_json: bool) -> None:
-    """Shrinks a failed run if that was asked for, and prints the JSON object."""
-    if shrunk and summary["verdict"] == "fail" and not launcher.under_torchrun():
-        summary["shrunk"] = _shrink(loaded, out)
-        if not as_json:
-            report.print_shrunk(summary["shrunk"])
-    if as_json:
-        print(json.dumps(summary))
 
 
 def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
@@ -192,17 +196,17 @@ def inject(
             raise typer.Exit(1 if failed else 0)
         if fault is None or scenario is None or len(tp or [0]) != 1 or len(tokens or [0]) != 1:
             raise UsageError("inject takes a fault and a scenario, with one --tp and --tokens; or --list, or --matrix")
+
+    def load() -> Scenario:
         sizes = {"tp": tp[0] if tp else None, "ep": ep}
         given = {
             "plan": plan, "parallel": {k: v for k, v in sizes.items() if v is not None}, "layers": layers,
             "tokens": tokens[0] if tokens else None, "dtype": dtype, "variants": _variants(variant), "seed": seed,
-            "timeout": timeout,
+            "step": [parse_requests(text).model_dump() for text in requests or ()] or None, "timeout": timeout,
         }  # fmt: skip
-        loaded = matrix.faulty_scenario(find_fault(fault), scenario, given)
-        summary = _run(loaded, out or default_out_dir(loaded), as_json)
-    if summary is not None:
-        _finish(summary, loaded, out, shrunk, as_json)
-    raise typer.Exit(0 if summary is None or summary["verdict"] == "pass" else 1)
+        return matrix.faulty_scenario(find_fault(str(fault)), str(scenario), given)
+
+    _run_and_exit(load, out, shrunk, as_json)
 
 
 def _matrix(todo: list[matrix.Cell], as_json: bool) -> bool:

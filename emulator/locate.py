@@ -89,6 +89,8 @@ def locate_crash(prepared: Prepared) -> dict[str, Any] | None:
     dp = prepared.mesh.index("dp", raised[0][0])
     case = case_of(prepared, step, dp)
     node = next(n for n in case.rank_graph.graph.nodes if n.name == raised[0][1].raised[0])  # type: ignore[index]
+    if node.op != "call_function":
+        return None
     found = _of_raised(case, node)
     return {**found, "step": step, "dp": dp} if found["kind"] != "unknown" else None
 
@@ -100,9 +102,9 @@ def _of_raised(case: Case, node: fx.Node) -> dict[str, Any]:
     value = next((u for u in node.users if u.target is operator.getitem), node)
     origin = value_origin(value)
     nothing = torch.empty(0)
-    if origin is None:
+    reference, tolerance = case.reference_of({origin} if origin else set())
+    if origin is None or origin not in reference:
         return _culprit(node, ranks, Diagnosis("unknown", "the node does not run on its operands", {}))
-    reference, tolerance = case.reference_of({origin})
     peers = [Peer(case.rank_graph.tokens, reference)]
     expected = [Expectation(case.program, case.mesh, r, peers).of(origin, value.meta["layout"]) for r in ranks]
     scene = Scene(
