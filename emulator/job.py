@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def run(
                 write_flight_records(out_dir, calls, groups)
                 error.report["flight_records"] = f"torchfrtrace -p flight_ {out_dir}"
             if scenario.mode == "real" and error.report.get("kind") not in _OF_COMMUNICATION:
-                error.report["culprit"] = locate_crash(prepared)
+                with suppress(RankError):  # a second run may end in another way: the first one's error stands
+                    error.report["culprit"] = locate_crash(prepared)
             raise
-        culprit = locate_failure(prepared, failures_of(reports))
+        culprit = None
+        with suppress(RankError):
+            culprit = locate_failure(prepared, failures_of(reports))
     return summarise(prepared, reports, time.perf_counter() - started, culprit)
