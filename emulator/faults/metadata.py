@@ -93,7 +93,7 @@ def block_table_stale_on_one_rank(site: RankSite) -> None:
 
 @rank_fault(
     "metadata", cases=("sp-padding-adds-a-request", "dummy-request-missing-in-kv-lengths"), places=ATTENTION,
-    no_effect=no_padding,
+    diagnoses="wrong_metadata", no_effect=no_padding,
 )  # fmt: skip
 def dummy_request_missing_in_kv_lengths(site: RankSite) -> None:
     """Padding adds a request to the query lengths, but not to the key lengths."""
