@@ -11,7 +11,7 @@ from emulator.errors import UsageError
 from emulator.layout.placement import Layout, Tokens, parse_want, parse_weight
 from emulator.layout.plan import Plan, load_plan
 from emulator.layout.propagation import propagate
-from emulator.layout.rank_graph import Boundary, RankGraph, Violation
+from emulator.layout.rank_graph import Boundary, RankGraph, Violation, behind_moves, copy_graph
 from emulator.locate import Case, locate
 from emulator.model.program import Program
 from emulator.ops.registry import op_name
@@ -105,6 +105,7 @@ class _Checked:
         self.rank_graph.violations = propagate(self.rank_graph)
         self.program = Program(None, None, self.graph, self.weights, ())  # type: ignore[arg-type]
         self.reference = self._run_whole(reference)
+        self.tolerance = _tolerance(self.reference)
         values = [n for n in self.graph.nodes if n.op in ("call_function", "call_method") and n.name in self.reference]
         self.rank_graph.boundaries = [Boundary(n.meta["module"] or n.name, "output", n.name) for n in values]
 
@@ -153,7 +154,7 @@ class _Checked:
                     ) from error
         for node in self.graph.nodes:  # a transition holds the value that it moves
             if op_name(node.target) in TRANSITIONS and not node.meta["padded"]:
-                node.meta["origin"] = _moved(node).name
+                node.meta["origin"] = behind_moves(node).name
         rows = {n for n in env if isinstance(n.meta["layout"], Layout) and n.meta["layout"].kind == "rows"}
         return {n.name: v for n, v in env.items() if isinstance(v, Tensor) and n not in rows}  # rows change their order
 
@@ -164,10 +165,9 @@ class _Checked:
         results = world.run(self._on_rank, frozenset())
         report.failures = sorted((f for r in results for f in r[0]["failures"]), key=lambda f: (f["order"], f["rank"]))
         report.collectives, report.outputs = results[0][2], [r[1] for r in results]
-        known = set(self.reference)
         case = Case(
-            self.program, self.rank_graph, self.mesh, self.weights, known,
-            lambda names: (self.reference, self._tolerance()),
+            self.program, self.rank_graph, self.mesh, self.weights, set(self.reference),
+            lambda names: (self.reference, self.tolerance),
             lambda names: [r[3] for r in World(self.mesh, timeout=self.timeout).run(self._on_rank, names)],
         )  # fmt: skip
         report.culprit = locate(case, report.failures)
@@ -180,7 +180,7 @@ class _Checked:
             mesh,
             rank,
             [Peer(self.rank_graph.tokens, self.reference)] * mesh.dp,
-            self._tolerance(),
+            self.tolerance,
             force_choices=False,
         )
         layouts = {n.target: n.meta["layout"] for n in self.graph.nodes if n.op == "placeholder"}
@@ -200,12 +200,13 @@ class _Checked:
             output = executor.run()
         return asdict(check.report), output, summarise_collectives(writer.records), executor.captured
 
-    def _tolerance(self) -> Tolerance:
-        absolute = {}
-        for name, value in self.reference.items():
-            scale = float(value.abs().max()) if value.numel() and value.dtype != torch.bool else 0.0
-            absolute[name] = _RELATIVE.get(value.dtype, 0.0) * scale
-        return Tolerance(absolute, {})
+
+def _tolerance(reference: Mapping[str, Tensor]) -> Tolerance:
+    absolute = {}
+    for name, value in reference.items():
+        scale = float(value.abs().max()) if value.numel() and value.dtype != torch.bool else 0.0
+        absolute[name] = _RELATIVE.get(value.dtype, 0.0) * scale
+    return Tolerance(absolute, {})
 
 
 def local_input(value: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
@@ -220,12 +221,7 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
 def _functions_only(module: fx.GraphModule) -> fx.Graph:
     """A copy of the graph in which submodules are entered, so that every node is a function, a method or a weight."""
     if all(n.op != "call_module" for n in module.graph.nodes):
-        graph = fx.Graph()
-        copied: dict[fx.Node, fx.Node] = {}
-        graph.output(graph.graph_copy(module.graph, copied))
-        for old, new in copied.items():
-            new._rename(old.name)
-        return graph
+        return copy_graph(module.graph)
 
     class Tracer(fx.Tracer):
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -256,9 +252,3 @@ def _evaluate(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)
-
-
-def _moved(node: fx.Node) -> fx.Node:
-    while op_name(node.target) in TRANSITIONS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node

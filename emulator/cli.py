@@ -198,9 +198,8 @@ def inject(
             raise UsageError("inject takes a fault and a scenario, with one --tp and --tokens; or --list, or --matrix")
 
     def load() -> Scenario:
-        sizes = {"tp": tp[0] if tp else None, "ep": ep}
         given = {
-            "plan": plan, "parallel": {k: v for k, v in sizes.items() if v is not None}, "layers": layers,
+            "plan": plan, "parallel": {"tp": tp[0] if tp else None, "ep": ep}, "layers": layers,
             "tokens": tokens[0] if tokens else None, "dtype": dtype, "variants": _variants(variant), "seed": seed,
             "step": [parse_requests(text).model_dump() for text in requests or ()] or None, "timeout": timeout,
         }  # fmt: skip

@@ -4,7 +4,7 @@ the wrong one, on all ranks; the first node whose inputs are right and whose out
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor, fx
 from emulator.layout.plan import module_pattern
 from emulator.layout.rank_graph import RankGraph
 from emulator.model.program import Program
+from emulator.ops.foreign import function_name
 from emulator.prepare import Prepared, reference_of
 from emulator.rank import Retrace, retrace_on_rank
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.world import World
 from emulator.trace.summary import layer_of
 from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin
-from emulator.verify.choices import is_choice
+from emulator.verify.choices import choices_of
 from emulator.verify.diagnosis import diagnose
 from emulator.verify.expected import Expectation, Peer, group_rows_of
 from emulator.verify.reference import Tolerance
@@ -31,8 +32,7 @@ class Case:
     """What was run: graphs, ranks and weights; names whose reference values the run had; and how to run it again.
 
     reference_of(names): reference values of Program nodes, with tolerances. capture(names): by rank, values and token
-    ids of rank-graph nodes. mesh: of the ranks
-    that run this graph, those of one dp rank.
+    ids of rank-graph nodes. mesh: of the ranks that run this graph, those of one dp rank.
     """
 
     program: Program
@@ -79,7 +79,7 @@ def locate_crash(prepared: Prepared) -> dict[str, Any] | None:
     last = len(prepared.schedule) - 1
     world = World(prepared.mesh, timeout=prepared.scenario.timeout)
     traces: list[Retrace] = world.run(retrace_on_rank, prepared, last, frozenset())
-    raised = [(rank, t) for rank, t in enumerate(traces) if t.raised and t.raised[0]]
+    raised = [(rank, t) for rank, t in enumerate(traces) if t.raised]
     if not raised:
         return None
     step = raised[0][1].step
@@ -88,7 +88,7 @@ def locate_crash(prepared: Prepared) -> dict[str, Any] | None:
         return locate_failure(prepared, wrong)
     dp = prepared.mesh.index("dp", raised[0][0])
     case = case_of(prepared, step, dp)
-    node = next(n for n in case.rank_graph.graph.nodes if n.name == raised[0][1].raised[0])  # type: ignore[index]
+    node = next(n for n in case.rank_graph.graph.nodes if n.name == raised[0][1].raised)
     if node.op != "call_function":
         return None
     found = _of_raised(case, node)
@@ -96,23 +96,14 @@ def locate_crash(prepared: Prepared) -> dict[str, Any] | None:
 
 
 def _of_raised(case: Case, node: fx.Node) -> dict[str, Any]:
-    """A node that does not run on its operands."""
-    witnesses = _hear(case, [node])
+    """A node that does not run on its operands: it has no value on any rank."""
     ranks = list(range(case.mesh.size))
     value = next((u for u in node.users if u.target is operator.getitem), node)
-    origin = value_origin(value)
-    nothing = torch.empty(0)
-    reference, tolerance = case.reference_of({origin} if origin else set())
-    if origin is None or origin not in reference:
+    witnesses = _hear(case, [node, value])
+    if value_origin(value) not in witnesses.reference:
         return _culprit(node, ranks, Diagnosis("unknown", "the node does not run on its operands", {}))
-    peers = [Peer(case.rank_graph.tokens, reference)]
-    expected = [Expectation(case.program, case.mesh, r, peers).of(origin, value.meta["layout"]) for r in ranks]
-    scene = Scene(
-        node, case.mesh, case.rank_graph.tokens, [nothing] * len(ranks), [e.value if e else None for e in expected],
-        reference[origin], _operands(node, witnesses), [None] * len(ranks), ranks, tolerance.absolute[origin],
-        case.weights, _related(case, origin), 0,
-    )  # fmt: skip
-    return _culprit(node, ranks, diagnose(scene))
+    scene = _scene(case, Blame(node, 0, ranks, value), witnesses)
+    return _culprit(node, ranks, diagnose(replace(scene, found=[torch.empty(0)] * len(ranks))))
 
 
 def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -141,7 +132,7 @@ def locate(case: Case, failures: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _culprit(node: fx.Node, ranks: list[int], diagnosis: Diagnosis) -> dict[str, Any]:
     module = node.meta["module"]
     return {
-        "node": node.name, "op": _word(node), "module": module, "layer": layer_of(module), "ranks": ranks,
+        "node": node.name, "op": function_name(node), "module": module, "layer": layer_of(module), "ranks": ranks,
         "kind": diagnosis.kind, "text": diagnosis.text, "holds": diagnosis.holds,
     }  # fmt: skip
 
@@ -161,8 +152,7 @@ def _hear(case: Case, nodes: list[fx.Node]) -> Witnesses:
     captured = case.capture(frozenset(n.name for node in nodes for n in (node, *node.all_input_nodes)))
     peers, group_rows = [Peer(tokens, reference)], group_rows_of(case.rank_graph.graph)
     expectations = [Expectation(case.program, mesh, rank, peers, group_rows) for rank in range(mesh.size)]
-    choices = {node.name for node in case.program.graph.nodes if is_choice(node)}
-    return Witnesses(mesh, tokens, captured, expectations, reference, tolerance, choices)
+    return Witnesses(mesh, tokens, captured, expectations, reference, tolerance, choices_of(case.program.graph))
 
 
 def _scene(case: Case, blame: Blame, witnesses: Witnesses) -> Scene:
@@ -208,15 +198,12 @@ def _related(case: Case, origin: str) -> dict[str, Tensor]:
     }
     maker = node.args[0] if node.target is operator.getitem else node
     assert isinstance(maker, fx.Node)
-    names |= {o.name: f"{_word(o)} of {o.meta['module']}" for o in maker.all_input_nodes if o.op == "call_function"}
+    names |= {
+        o.name: f"{function_name(o)} of {o.meta['module']}" for o in maker.all_input_nodes if o.op == "call_function"
+    }
     reference, _ = case.reference_of(set(names))
     return {text: reference[name] for name, text in names.items() if name in reference}
 
 
 def _kind(node: fx.Node) -> tuple[Any, str]:
     return node.target, module_pattern(node.meta["module"])
-
-
-def _word(node: fx.Node) -> str:
-    name = getattr(node.target, "_qualified_op_name", None)
-    return name.partition("::")[2] if name else getattr(node.target, "__name__", str(node.target))

@@ -24,7 +24,7 @@ from emulator.runtime.mesh import Mesh
 from emulator.runtime.shared import map_shared, remove_shared, shared_folder, write_shared
 from emulator.scenario import Scenario, StepRequests
 from emulator.trace.record import fresh_folder
-from emulator.verify.choices import is_choice
+from emulator.verify.choices import choices_of
 from emulator.verify.contract import Contract, load_contract, symbols_of
 from emulator.verify.expected import Peer, choices_needed
 from emulator.verify.reference import Tolerance, largest_tolerance, run_reference, tolerances
@@ -47,6 +47,7 @@ class Prepared:
     symbols: dict[str, int]
     out_dir: Path | None
     requests: tuple[Request, ...]
+    step: int = 0
     phase: str = "prefill"
     batch: Batch | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -59,9 +60,10 @@ class Prepared:
         """All parts, step by step."""
         return [part for step in self.schedule for part in step]
 
-    def peers(self, step: int) -> list[Peer]:
-        """Tokens and reference of every dp rank in a step: what this rank's experts may be sent."""
-        return [Peer(part.rank_graph.tokens, part.reference) for part in self.schedule[step]]
+    @property
+    def peers(self) -> list[Peer]:
+        """Tokens and reference of every dp rank in this step: what this rank's experts may be sent."""
+        return [Peer(part.rank_graph.tokens, part.reference) for part in self.schedule[self.step]]
 
 
 def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool = False) -> Prepared:
@@ -77,7 +79,7 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     program = build_program(config, scenario.options())
     graphs = _Graphs(scenario, program, mesh)
     schedule = [
-        [_part(scenario, config, mesh, graphs, step, dp, out_dir) for dp in range(mesh.dp)] for step in scenario.steps()
+        _parts(scenario, config, mesh, graphs, number, step, out_dir) for number, step in enumerate(scenario.steps())
     ]
     first = schedule[0][0]
     for step in schedule:
@@ -116,22 +118,27 @@ class _Graphs:
         return rank_graph
 
 
-def _part(
-    scenario: Scenario, config: ModelConfig, mesh: Mesh, graphs: _Graphs, step: StepRequests, dp: int,
+def _parts(
+    scenario: Scenario, config: ModelConfig, mesh: Mesh, graphs: _Graphs, number: int, step: StepRequests,
     out_dir: Path | None,
-) -> Prepared:  # fmt: skip
-    """One dp rank's graph of a step; phase and padding come from the requests of all."""
+) -> list[Prepared]:  # fmt: skip
+    """The dp ranks' parts of a step; phase, plan and padding come from the requests of all."""
     phase = phase_of(step)
     plan = plan_for(scenario.plan, scenario.variants, phase)
-    counts = [sum(r.query for r in requests) for requests in step]
-    # a batch without tokens keeps one padding row per rank, so that its ranks join every collective
-    rows = max(counts) if plan.pads_to_dp_max else counts[dp]
-    rank_graph = graphs.of(plan, Tokens(counts[dp], mesh.tp, max(rows, 1)))
     named = scenario.contract or (plan.contract if not scenario.passes else None)
     contract = load_contract(named) if named else None
-    symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
-    requests = tuple(step[dp])
-    return Prepared(scenario, config, mesh, graphs.program, rank_graph, contract, symbols, out_dir, requests, phase)
+    counts = [sum(r.query for r in requests) for requests in step]
+    parts = []
+    for requests, count in zip(step, counts):
+        # a batch without tokens keeps one padding row per rank, so that its ranks join every collective
+        rows = max(counts) if plan.pads_to_dp_max else count
+        rank_graph = graphs.of(plan, Tokens(count, mesh.tp, max(rows, 1)))
+        symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
+        own = tuple(requests)
+        parts.append(
+            Prepared(scenario, config, mesh, graphs.program, rank_graph, contract, symbols, out_dir, own, number, phase)
+        )
+    return parts
 
 
 def told_violations(rank_graph: RankGraph, passes: list[str]) -> str:
@@ -204,7 +211,7 @@ def _run_part(part: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Toler
     """(values, tolerances, caches after the step)."""
     scenario, program = part.scenario, part.program
     assert part.batch is not None
-    keep = names | choices_needed(program) | {node.name for node in program.graph.nodes if is_choice(node)}
+    keep = names | choices_needed(program) | choices_of(program.graph)
     inputs = own_caches(part.batch)
     reference = run_reference(program, part.weights, inputs, keep=keep)
     caches = {name: inputs[name] for name in ("latent_caches", "index_caches")}

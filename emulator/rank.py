@@ -37,8 +37,8 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     caches: dict[str, Any] = {}
     try:
         with torch.no_grad():
-            for number, parts in enumerate(prepared.schedule):
-                steps.append(_run_step(parts[dp], number, context, writer, caches))
+            for parts in prepared.schedule:
+                steps.append(_run_step(parts[dp], context, writer, caches))
     finally:
         writer.close()
     log = json.dumps(collective_log(writer.records))
@@ -54,18 +54,16 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
     }
 
 
-def _run_step(
-    part: Prepared, number: int, context: RankContext, writer: TraceWriter, caches: dict[str, Any]
-) -> dict[str, Any]:
+def _run_step(part: Prepared, context: RankContext, writer: TraceWriter, caches: dict[str, Any]) -> dict[str, Any]:
     """{values, breaches, num_breaches} of one step. caches: of the steps before, empty at first."""
     first_record = len(writer.records)
-    writer.append({"kind": "step", "step": number, **step_header(part)})
+    writer.append({"kind": "step", "step": part.step, **step_header(part)})
     common = _common(part, context, writer)
     values: ValueReport | None = None
     if part.scenario.mode == "shape":
-        _run_shapes(part, number, context.rank, common)
+        _run_shapes(part, context.rank, common)
     else:
-        check, executor = _value_run(part, number, context.rank, common, caches)
+        check, executor = _value_run(part, context.rank, common, caches)
         executor.run()
         values = check.report
     breaches: list[Breach] = []
@@ -81,35 +79,35 @@ def _run_step(
 
 @dataclass(frozen=True)
 class Retrace:
-    """What a rank met in a second run. step: the last one it ran, failures: wrong values in it; captured: values and
-    token ids of the named nodes there; raised: node in which this rank raised by itself, and the error."""
+    """What a rank met in a second run. step: the last one it ran; failures: wrong values in it; captured: values and
+    token ids of the named nodes there; raised: the node in which this rank raised by itself."""
 
     step: int
     failures: list[dict[str, Any]]
     captured: Captured
-    raised: tuple[str, str] | None = None
+    raised: str | None = None
 
 
 def retrace_on_rank(prepared: Prepared, last: int, names: frozenset[str], context: RankContext) -> Retrace:
     """The same run again up to step `last`, without trace or contract; an error ends it and is part of the answer."""
     caches: dict[str, Any] = {}
     dp = prepared.mesh.index("dp", context.rank)
-    found = Retrace(0, [], {})
     with torch.no_grad():
-        for number, parts in enumerate(prepared.schedule[: last + 1]):
-            common = _common(parts[dp], context, TraceWriter(None, {}))
-            check, executor = _value_run(parts[dp], number, context.rank, common, caches, names)
-            raised = None
+        for parts in prepared.schedule[: last + 1]:
+            part = parts[dp]
+            check, executor = _value_run(
+                part, context.rank, _common(part, context, TraceWriter(None, {})), caches, names
+            )
+            error: Exception | None = None
             try:
                 executor.run()
-            except Exception as error:
-                own = not isinstance(error, PeerFailed) and executor.node is not None
-                raised = (executor.node.name, f"{type(error).__name__}: {error}") if own and executor.node else ("", "")
+            except Exception as raised:
+                error = raised
                 context.board.abort()  # the others need not wait
-            found = Retrace(number, asdict(check.report)["failures"], executor.captured, raised)
-            if raised is not None:
                 break
-    return found
+    node = executor.node if error is not None and not isinstance(error, PeerFailed) else None
+    failures = asdict(check.report)["failures"]
+    return Retrace(part.step, failures, executor.captured, node.name if node is not None else None)
 
 
 def _common(part: Prepared, context: RankContext, writer: TraceWriter) -> dict[str, Any]:
@@ -122,13 +120,13 @@ def _common(part: Prepared, context: RankContext, writer: TraceWriter) -> dict[s
 
 
 def _value_run(
-    part: Prepared, number: int, rank: int, common: dict[str, Any], caches: dict[str, Any],
+    part: Prepared, rank: int, common: dict[str, Any], caches: dict[str, Any],
     capture: frozenset[str] = frozenset(),
 ) -> tuple[ValueCheck, Executor]:  # fmt: skip
     """A rank's run of a step, ready to start, and its check. caches: filled in by the first step."""
     assert part.batch is not None
     check = ValueCheck(
-        part.program, part.rank_graph, part.mesh, rank, part.peers(number), part.tolerance,
+        part.program, part.rank_graph, part.mesh, rank, part.peers, part.tolerance,
         force_choices=part.scenario.dtype != "float64",
     )  # fmt: skip
     inputs = {**own_caches(part.batch), **caches}
@@ -147,9 +145,9 @@ def _value_run(
     return check, executor
 
 
-def _run_shapes(part: Prepared, number: int, rank: int, common: dict[str, Any]) -> None:
+def _run_shapes(part: Prepared, rank: int, common: dict[str, Any]) -> None:
     config = part.config
-    tokens = [peer.tokens for peer in part.peers(number)]
+    tokens = [peer.tokens for peer in part.peers]
     shapes = ShapeMode(
         part.mesh, rank, tokens, config.n_routed_experts, config.num_experts_per_tok, part.scenario.torch_dtype
     )

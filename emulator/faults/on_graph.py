@@ -8,8 +8,8 @@ from torch import fx
 
 from emulator.errors import UsageError
 from emulator.layout.annotate import annotate
-from emulator.layout.rank_graph import RankGraph
-from emulator.ops.registry import op_name
+from emulator.layout.rank_graph import RankGraph, copy_graph
+from emulator.ops.foreign import function_name
 
 
 class GraphEdit:
@@ -83,21 +83,9 @@ class GraphEdit:
 def find_node(graph: fx.Graph, module: str, op: str, nth: int = 0) -> fx.Node:
     """Raises UsageError when the graph has no such node: the fault does not apply to this plan or these sizes."""
     full = f"model.layers.{module}" if re.match(r"\d", module) else module
-    found = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("module") == full and word_of(n) == op]
+    found = [
+        n for n in graph.nodes if n.op == "call_function" and n.meta.get("module") == full and function_name(n) == op
+    ]
     if len(found) <= nth:
         raise UsageError(f"{op} number {nth + 1} of {full}: the graph has {len(found)}, so the fault does not apply")
     return found[nth]
-
-
-def word_of(node: fx.Node) -> str:
-    """Op name, or the plain function's."""
-    return op_name(node.target) or str(getattr(node.target, "__name__", node.target))
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same graph with the same node names; meta are copied."""
-    new = fx.Graph()
-    result = new.graph_copy(graph, {})
-    last = next(n for n in reversed(graph.nodes) if n.op == "output")
-    new.output(result).meta.update(last.meta)
-    return new

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from emulator.faults.on_graph import copy_graph, find_node
+from emulator.faults.on_graph import find_node
 from emulator.layout.placement import Layout
-from emulator.layout.rank_graph import RankGraph
+from emulator.layout.rank_graph import RankGraph, copy_graph
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_weights import local_shard

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.fx.node import map_aggregate
@@ -20,7 +19,7 @@ from emulator.layout.placement import Kind, Layout, Tokens, placement_word
 from emulator.layout.plan import Plan
 from emulator.layout.propagation import infer
 from emulator.layout.rank_graph import Boundary, RankGraph
-from emulator.layout.transitions import transition_steps
+from emulator.layout.transitions import insert_transition, transition_steps
 from emulator.model.program import Program
 from emulator.ops.registry import LOCAL, PARTIAL, R, op_name
 
@@ -258,7 +257,6 @@ class _Lowering:
             return value
         key = (value.node, "ep", target)
         if key not in self.converted:
-            layout = Layout("rows", (), self.tokens).placed(**wanted)
             assert value.dispatch is not None
             counts = next(u for u in value.dispatch.users if u.args[1] == 1)
             if target == LOCAL and self._dispatches_group(value.dispatch):
@@ -277,7 +275,7 @@ class _Lowering:
                 expert_counts = self._convert_rows(self.values[counts], {"tp": R, "ep": LOCAL}, module).node
                 send, receive = (token_counts, expert_counts) if target == LOCAL else (expert_counts, token_counts)
                 node = self._insert("all_to_all_rows", (value.node, send, receive, "ep", size), value.node, True)
-            self.converted[key] = _Value(node, layout, value.dispatch)
+            self.converted[key] = _Value(node, node.meta["layout"], value.dispatch)
         self._request(self.converted[key].node, module)
         return self.converted[key]
 
@@ -298,13 +296,10 @@ class _Lowering:
         return self.converted[key]
 
     def _insert(self, op: str, args: tuple, source: fx.Node, holds_value: bool) -> fx.Node:
-        """A transition; what is unsound about it was reported where its operand became so."""
-        node = self.out.graph.call_function(getattr(torch.ops.emulator, op), args)
-        found = infer(node, self.sizes, self.tokens)
-        origin = source.meta["origin"] if holds_value else None
-        node.meta.update(
-            layout=found.layout, padded=found.padded, origin=origin, traffic=source.meta["traffic"], moves=source.name
+        node = insert_transition(
+            self.out.graph, op, args, source, holds_value=holds_value, sizes=self.sizes, tokens=self.tokens
         )
+        node.meta["moves"] = source.name
         return node
 
     def _request(self, node: fx.Node, module: str) -> None:

@@ -129,7 +129,7 @@ class _Inference:
         if len(tokens) > 1:  # which is which
             words = [f"{w} ({n.name})" if n.meta["layout"].kind == "token" else w for w, n in zip(words, shown)]
         found = " x ".join(words)
-        name = self.name or function_name(self.node)
+        name = function_name(self.node)
         module = self.node.meta.get("module", "")
         self.violations.append(
             Violation(module, name, f"{found} on {axis}", error.allowed, error.reason, self.node.name)

@@ -7,6 +7,23 @@ from torch import fx
 
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import Plan
+from emulator.ops.registry import op_name
+from emulator.ops.transition import TRANSITIONS
+
+
+def behind_moves(node: fx.Node) -> fx.Node:
+    """The node that computed a value, behind the transitions that have moved it since."""
+    while op_name(node.target) in TRANSITIONS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same graph with the same node names; meta are copied."""
+    new = fx.Graph()
+    result = new.graph_copy(graph, {})
+    new.output(result).meta.update(graph.output_node().meta)
+    return new
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
 """Which ops lead from one placement to another: the only source of collectives in a rank graph."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from emulator.layout.placement import Tokens
+from emulator.layout.propagation import infer
 from emulator.ops.registry import LOCAL, PARTIAL, Mixed, R
 
 
@@ -44,3 +49,16 @@ def transition_steps(
     if source == Mixed(PARTIAL) and target == LOCAL:
         return [Step("all_reduce", (axis, size))]  # sums different tokens: reported by the static check
     return None
+
+
+def insert_transition(
+    graph: fx.Graph, op: str, args: tuple, source: fx.Node, *, holds_value: bool, sizes: Mapping[str, int],
+    tokens: Tokens,
+) -> fx.Node:  # fmt: skip
+    """A new transition op with its layout. holds_value: it ends the way of source's value to a layout, so it holds that
+    value; between pad and cut, or gather and unpad, it does not. What is unsound is reported where it became so."""
+    node = graph.call_function(getattr(torch.ops.emulator, op), args)
+    found = infer(node, sizes, tokens)
+    origin = source.meta["origin"] if holds_value else None
+    node.meta.update(layout=found.layout, padded=found.padded, origin=origin, traffic=source.meta["traffic"])
+    return node

@@ -1,4 +1,4 @@
-"""The batch of one step: packed token ids, positions, lengths, block tables and slots, and empty paged caches."""
+"""A request, empty paged caches, and a batch as graph inputs."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,39 +16,6 @@ class Request:
 
     query: int
     context: int = 0
-
-
-def build_batch(
-    config: ModelConfig, requests: list[Request], *, seed: int, dtype: torch.dtype, block_size: int
-) -> Batch:
-    """Packs requests (TND). Blocks are dealt out in a seeded random order; caches hold NaN until written, and one
-    block more than needed exists, so that a read through index -1 meets NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    query_lens = torch.tensor([r.query for r in requests])
-    kv_lens = torch.tensor([r.query + r.context for r in requests])
-    positions = torch.cat([torch.arange(r.context, r.context + r.query) for r in requests])
-    num_blocks = [-(-int(n) // block_size) for n in kv_lens]
-    dealt = torch.randperm(sum(num_blocks), generator=generator)
-    block_table = torch.full((len(requests), max(num_blocks)), -1)
-    slots, used = [], 0
-    for i, request in enumerate(requests):
-        block_table[i, : num_blocks[i]] = dealt[used : used + num_blocks[i]]
-        used += num_blocks[i]
-        at = torch.arange(request.context, request.context + request.query)
-        slots.append(block_table[i, at // block_size] * block_size + at % block_size)
-    total = len(positions)
-    latent, index = empty_caches(config, (sum(num_blocks) + 1) * block_size, dtype)
-    return Batch(
-        input_ids=torch.randint(config.vocab_size, (total,), generator=generator),
-        positions=positions,
-        slots=torch.cat(slots),
-        token_mask=torch.ones(total, dtype=torch.bool),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        block_table=block_table,
-        latent_caches=latent,
-        index_caches=index,
-    )
 
 
 def empty_caches(config: ModelConfig, num_slots: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

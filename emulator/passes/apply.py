@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from emulator.errors import UsageError
 from emulator.layout.annotate import annotate
-from emulator.layout.rank_graph import RankGraph
+from emulator.layout.rank_graph import RankGraph, copy_graph
 from emulator.passes.normalise import normalise
 from emulator.passes.repetition import expand
 
@@ -94,14 +94,7 @@ def as_graph_module(rank_graph: RankGraph, parameters: Mapping[str, Tensor]) -> 
     for node in rank_graph.graph.nodes:
         if node.op == "get_attr":
             _set(root, node.target, parameters[node.target])
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(rank_graph.graph, copied)
-    last = next(n for n in reversed(rank_graph.graph.nodes) if n.op == "output")
-    graph.output(output).meta.update(last.meta)
-    for old, new in copied.items():  # graph_copy renames; boundaries and origins speak of the names
-        new._rename(old.name)
-    module = fx.GraphModule(root, graph)
+    module = fx.GraphModule(root, copy_graph(rank_graph.graph))
     module.meta["rank_graph"] = rank_graph
     return module
 

@@ -8,7 +8,6 @@ and each consumer gets the layout it had, except that residual work is done on l
 import operator
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Placement
 
@@ -16,7 +15,7 @@ from emulator.layout.annotate import boundaries, common_ancestor
 from emulator.layout.placement import Layout
 from emulator.layout.propagation import infer, propagate
 from emulator.layout.rank_graph import RankGraph
-from emulator.layout.transitions import transition_steps
+from emulator.layout.transitions import insert_transition, transition_steps
 from emulator.ops.foreign import is_row_wise
 from emulator.ops.registry import LOCAL, OPS, R, op_name
 
@@ -134,12 +133,11 @@ class _Rewrite:
         assert steps is not None, f"{value.name}: no transition from {placement} to {wanted}"
         node = value
         for step in steps:
-            node = self.graph.call_function(getattr(torch.ops.emulator, step.op), (node, *step.args))
-            found = infer(node, self.old.sizes, tokens)
-            origin = value.meta["origin"] if step is steps[-1] else None
-            node.meta.update(
-                layout=found.layout, padded=found.padded, origin=origin, traffic=value.meta["traffic"], module=""
-            )
+            node = insert_transition(
+                self.graph, step.op, (node, *step.args), value, holds_value=step is steps[-1],
+                sizes=self.old.sizes, tokens=tokens,
+            )  # fmt: skip
+            node.meta["module"] = ""
         return node
 
     def _belongs_to(self, placement: Placement, consumer: fx.Node, source: fx.Node) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from emulator.layout.placement import Layout, Tokens
 from emulator.ops.registry import OPS, R
-from emulator.ops.transition import TRANSITIONS
+from emulator.ops.transition import COLLECTIVES, TRANSITIONS
 from emulator.runtime.collectives import bytes_sent
 from emulator.runtime.mesh import Mesh
 from emulator.trace.record import TraceWriter
@@ -43,7 +43,7 @@ class Recorder:
             axis, size = node.args[3], node.args[4]
             attrs.update(leg=str(layouts[0]), splits=splits)
             sent = bytes_sent(name, args[0], size, splits[self.mesh.index(axis, self.rank)])
-        elif name in TRANSITIONS and name not in ("pad", "unpad", "slice_rows", "local_query_lens", "local_kv_lens"):
+        elif name in COLLECTIVES or name == "slice":
             axis, size = node.args[1], node.args[2]
             sent = bytes_sent(name, args[0], size)
         self._append(

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Partial
 
 from emulator.layout.placement import Layout, Tokens
-from emulator.ops.registry import LOCAL, op_name
-from emulator.ops.transition import TRANSITIONS
+from emulator.layout.rank_graph import behind_moves
+from emulator.ops.registry import LOCAL
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
 from emulator.verify.choices import differing_rows
@@ -53,9 +53,7 @@ def _is_given(node: fx.Node) -> bool:
 
 def value_origin(node: fx.Node) -> str | None:
     """Name of the Program node whose value this is, also while it is on its way with padding among its rows."""
-    while node.meta["origin"] is None and op_name(node.target) in TRANSITIONS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.meta["origin"]
+    return node.meta["origin"] or behind_moves(node).meta["origin"]
 
 
 class Witnesses:

@@ -21,6 +21,11 @@ def is_choice(node: fx.Node) -> bool:
     return op_name(node.target) == "dsa_indexer_topk"
 
 
+def choices_of(graph: fx.Graph) -> set[str]:
+    """Names of a Program's discrete choices."""
+    return {node.name for node in graph.nodes if is_choice(node)}
+
+
 def differing_rows(value: Tensor, expected: Tensor, tolerance: float) -> Tensor:
     """Bool per row: ids are compared as sets (their order carries no meaning), floats after sorting."""
     value, expected = value.sort(dim=-1).values, expected.sort(dim=-1).values

@@ -94,16 +94,10 @@ class Expectation:
         if origin in self.group_rows:
             return self._group_rows(origin, dispatch) if str(layout) == "expert-rows" else None
         if str(layout) == "expert-rows":
-            held, me = num_experts // self.mesh.ep, self.mesh.index("ep", self.rank)
-            rows, counts = [], []
-            for source in self.mesh.members("ep", self.rank):
-                peer = self.peers[self.mesh.index("dp", source)]
-                token, expert = _dispatched(dispatch, peer)
-                picked = (self._in_window(token, source, peer) & (expert // held == me)).nonzero().squeeze(1)
-                counts.append(torch.bincount(expert[picked], minlength=num_experts)[me * held : (me + 1) * held])
-                if origin not in (dispatch.counts, dispatch.order):
-                    rows.append(peer.reference[origin][picked])
-            return Expected(torch.stack(counts) if origin == dispatch.counts else torch.cat(rows), None)
+            received = self._received(dispatch)
+            if origin == dispatch.counts:
+                return Expected(torch.stack([self._held_counts(dispatch, expert) for _, _, expert in received]), None)
+            return Expected(torch.cat([peer.reference[origin][picked] for peer, picked, _ in received]), None)
         own = self.peers[self.mesh.index("dp", self.rank)]
         token, expert = _dispatched(dispatch, own)
         whole = layout.on("tp") == R
@@ -120,22 +114,31 @@ class Expectation:
     def _group_rows(self, origin: str, dispatch: "_Dispatch") -> Expected | None:
         """Rows for the experts held here, of all tokens of the ep group, which were dispatched together: by expert,
         then by source rank and token."""
-        num_experts = self.reference[dispatch.counts].shape[1]
-        held, me = num_experts // self.mesh.ep, self.mesh.index("ep", self.rank)
-        experts, rows = [], []
+        received = self._received(dispatch)
+        expert = torch.cat([e for _, _, e in received])
+        if origin == dispatch.counts:
+            return Expected(self._held_counts(dispatch, expert).unsqueeze(0), None)
+        if origin == dispatch.order:  # counts rows of the padded group: its combination is compared instead
+            return None
+        rows = torch.cat([peer.reference[origin][picked] for peer, picked, _ in received])
+        return Expected(rows[torch.argsort(expert, stable=True)], None)
+
+    def _received(self, dispatch: "_Dispatch") -> list[tuple[Peer, Tensor, Tensor]]:
+        """(peer, which of its dispatched rows, their experts) of every source in the ep group, for the experts held
+        here."""
+        held, me = self.reference[dispatch.counts].shape[1] // self.mesh.ep, self.mesh.index("ep", self.rank)
+        found = []
         for source in self.mesh.members("ep", self.rank):
             peer = self.peers[self.mesh.index("dp", source)]
             token, expert = _dispatched(dispatch, peer)
             picked = (self._in_window(token, source, peer) & (expert // held == me)).nonzero().squeeze(1)
-            experts.append(expert[picked])
-            if origin not in (dispatch.counts, dispatch.order):
-                rows.append(peer.reference[origin][picked])
-        expert = torch.cat(experts)
-        if origin == dispatch.counts:
-            return Expected(torch.bincount(expert - me * held, minlength=held).unsqueeze(0), None)
-        if origin == dispatch.order:  # counts rows of the padded group: its combination is compared instead
-            return None
-        return Expected(torch.cat(rows)[torch.argsort(expert, stable=True)], None)
+            found.append((peer, picked, expert[picked]))
+        return found
+
+    def _held_counts(self, dispatch: "_Dispatch", expert: Tensor) -> Tensor:
+        """Rows for each expert held here."""
+        counts = torch.bincount(expert, minlength=self.reference[dispatch.counts].shape[1])
+        return counts.chunk(self.mesh.ep)[self.mesh.index("ep", self.rank)]
 
     def _in_window(self, token: Tensor, rank: int, peer: Peer) -> Tensor:
         start, end = peer.tokens.window(self.mesh.index("tp", rank))

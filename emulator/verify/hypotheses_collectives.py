@@ -46,12 +46,9 @@ def wrong_dim(evidence: Evidence) -> Diagnosis | None:
         if dims == own:
             continue
         values = _along(evidence, places, dims)
-        if evidence.faithful and evidence.gives_expected(values):
-            used, right = own, dims
-        elif evidence.healthy and evidence.gives_found(values):
-            used, right = dims, own
-        else:
+        if not (found := evidence.used_and_right(own, dims, values)):
             continue
+        used, right = found
         if evidence.op == "slice":
             text = f"The ranks hold slices of {_sliced(used[0])} where slices of {_sliced(right[0])} were meant."
             return Diagnosis("feature_slice", text, {"dims": list(used), "right_dims": list(right)})

@@ -71,12 +71,9 @@ def wrong_eps(evidence: Evidence) -> Diagnosis | None:
         if eps == own:
             continue
         result = evidence.run(evidence.replaced(at, [eps] * evidence.mesh.size))
-        if evidence.faithful and evidence.gives_expected(result):
-            used, right = own, eps
-        elif evidence.healthy and evidence.gives_found(result):
-            used, right = eps, own
-        else:
+        if not (found := evidence.used_and_right(own, eps, result)):
             continue
+        used, right = found
         text = f"{evidence.op} is computed with eps {used:g}; eps {right:g} gives the right values."
         return Diagnosis("wrong_eps", text, {"eps": used, "right_eps": right})
     return None
@@ -90,12 +87,9 @@ def wrong_constant(evidence: Evidence) -> Diagnosis | None:
         name = evidence.name_of(at)
         for other in _constants(evidence, name, constant):
             result = evidence.run(evidence.replaced(at, [other] * evidence.mesh.size))
-            if evidence.faithful and evidence.gives_expected(result):
-                used, right = constant, other
-            elif evidence.healthy and evidence.gives_found(result):
-                used, right = other, constant
-            else:
+            if not (found := evidence.used_and_right(constant, other, result)):
                 continue
+            used, right = found
             text = f"{evidence.op} is computed with {name} = {_value(used)}; {_value(right)} gives the right values."
             return Diagnosis("wrong_constant", text, {"argument": name, "used": used, "right": right})
     return None

@@ -108,6 +108,13 @@ class Evidence:
         ranks = self.wrong if ranks is None else ranks
         return values is not None and all(self.close(values[r], self.scene.found[r], r) for r in ranks)
 
+    def used_and_right(self, own: Any, other: Any, with_other: Values | None) -> tuple[Any, Any] | None:
+        """(what the node used, what is right) of two arguments: `own` and the other, with which it gives `with_other`.
+        None where neither explains the value."""
+        if self.faithful and self.gives_expected(with_other):
+            return own, other
+        return (other, own) if self.healthy and self.gives_found(with_other) else None
+
     def close(self, value: Tensor, other: Tensor, rank: int) -> bool:
         """Whole numbers equal (top-k ids in any order), others within the rank's limit; NaN is close to NaN."""
         if value.shape != other.shape or value.is_floating_point() != other.is_floating_point():

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from emulator.model.program import Program
 from emulator.ops.registry import op_name
 from emulator.runtime.executor import last_uses
-from emulator.verify.choices import differing_rows, is_choice
+from emulator.verify.choices import choices_of, differing_rows, is_choice
 
 _FACTOR = 4.0  # several sums are re-ordered per layer; one perturbation re-rounds each weight once
 _FLIP_FACTOR = 4.0  # the same for the share of rows whose choice falls the other way
@@ -81,7 +81,7 @@ def tolerances(
         for name, w in weights.items()
     }
     other = run_reference(program, perturbed, inputs, keep=set(reference), force=reference)
-    choices = {node.name for node in program.graph.nodes if is_choice(node)}
+    choices = choices_of(program.graph)
     absolute, flips = {}, {}
     for name, value in reference.items():
         absolute[name] = _FACTOR * eps * scales[name]

@@ -13,7 +13,7 @@ from emulator.model.program import Program
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
 from emulator.trace.summary import layer_of
-from emulator.verify.choices import differing_rows, is_choice, num_flips
+from emulator.verify.choices import choices_of, differing_rows, num_flips
 from emulator.verify.expected import Expectation, Expected, Peer, group_rows_of
 from emulator.verify.reference import Tolerance
 
@@ -48,7 +48,7 @@ class ValueCheck:
         for boundary in rank_graph.boundaries:
             self.edges.setdefault(boundary.node, []).append(boundary)
         self.order = {node.name: i for i, node in enumerate(rank_graph.graph.nodes)}
-        self.choices = {node.name for node in program.graph.nodes if is_choice(node)} if force_choices else set()
+        self.choices = choices_of(program.graph) if force_choices else set()
         self.report = ValueReport()
 
     def on_problem(self, node: fx.Node, message: str) -> None:

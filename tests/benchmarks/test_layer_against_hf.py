@@ -19,11 +19,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from emulator.model.batch import Request, build_batch
+from emulator.model.batch import Request
 from emulator.model.config import parse_config
 from emulator.model.decoder import DecoderLayer
 from emulator.model.layers import ProgramOptions
 from emulator.model.rope import inverse_frequencies
+from emulator.model.workload import build_workload
 
 THREADS = 2
 TOKENS = (512, 1024, 2048, 4096)
@@ -110,7 +111,8 @@ def our_forward(state: dict[str, Tensor]) -> Callable[[int], Callable[[], Tensor
 
     def prepare(tokens: int) -> Callable[[], Tensor]:
         x = hidden_states(tokens)
-        batch = build_batch(config, [Request(tokens)], seed=0, dtype=x.dtype, block_size=16)
+        made = build_workload(config, [[Request(tokens)]], seed=0, dp_index=0, dtype=x.dtype, block_size=16)
+        batch = made.steps[0]
 
         def forward() -> Tensor:
             output, residual, _ = layer(x, None, None, inv_freq, batch)

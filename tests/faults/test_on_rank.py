@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from emulator.errors import UsageError
-from emulator.faults.on_graph import GraphEdit, copy_graph, word_of
+from emulator.faults.on_graph import GraphEdit
 from emulator.faults.on_rank import FaultyCollectives, RankSite
-from emulator.layout.rank_graph import RankGraph
+from emulator.layout.rank_graph import RankGraph, copy_graph
 from emulator.matrix import Cell, scenario_of
+from emulator.ops.foreign import function_name
 from emulator.prepare import prepare
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.mesh import Mesh
@@ -129,8 +130,8 @@ def test_gather_and_cut_handle_padding(rank_graph: RankGraph) -> None:
     rows = edit.find("0.mlp.down_proj", "reduce_scatter")
     full = edit.gather(rows)
     again = edit.cut(full)
-    assert [word_of(n) for n in (full, full.args[0])] == ["unpad", "all_gather"]
-    assert [word_of(n) for n in (again, again.args[0])] == ["slice", "pad"]
+    assert [function_name(n) for n in (full, full.args[0])] == ["unpad", "all_gather"]
+    assert [function_name(n) for n in (again, again.args[0])] == ["slice", "pad"]
     edit.reroute(rows, again)
     done = edit.done()
     assert done.violations == []
@@ -151,7 +152,7 @@ def test_taking_a_node_out(rank_graph: RankGraph) -> None:
     cut = edit.find("0.self_attn.o_proj", "slice")
     takers = set(cut.users)
     source = edit.without(cut)
-    assert word_of(source) == "pad"
+    assert function_name(source) == "pad"
     assert takers <= set(source.users)
     with pytest.raises(UsageError, match="the graph has 0"):
         edit.find("0.self_attn.o_proj", "slice")

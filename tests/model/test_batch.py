@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulator.model.batch import Request, build_batch, empty_caches, own_caches
+from emulator.model.batch import Request, empty_caches, own_caches
 from emulator.model.config import ModelConfig, load_config, parse_config
 from emulator.model.layers import Batch
+from emulator.model.workload import build_workload
 
 
 @pytest.fixture
@@ -22,7 +23,8 @@ RAGGED = [Request(5), Request(3, context=10), Request(1, context=100)]  # engine
 
 
 def build(config: ModelConfig, requests: list[Request], seed: int = 0, block_size: int = 4) -> Batch:
-    return build_batch(config, requests, seed=seed, dtype=torch.float64, block_size=block_size)
+    made = build_workload(config, [requests], seed=seed, dp_index=0, dtype=torch.float64, block_size=block_size)
+    return made.steps[0]
 
 
 def test_ragged_requests_with_context(config: ModelConfig) -> None:

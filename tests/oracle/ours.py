@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emulator.model.batch import Request, build_batch
+from emulator.model.batch import Request
 from emulator.model.config import ModelConfig, parse_config
 from emulator.model.layers import Batch, ProgramOptions
 from emulator.model.program import CausalLM, build_program
 from emulator.model.weights import Checkpoint, weight_groups
+from emulator.model.workload import build_workload
 from emulator.ops.registry import op_name
 from emulator.verify.reference import run_reference
 
@@ -50,8 +51,10 @@ class Ours:
     def batch(self, input_ids: Tensor, *lengths: int) -> Batch:
         """Prefill requests of these lengths (default: one) over empty caches, in blocks dealt out in random order."""
         requests = [Request(n) for n in lengths or (len(input_ids),)]
-        made = build_batch(self.config, requests, seed=7, dtype=self.dtype, block_size=self.options.block_size)
-        return replace(made, input_ids=input_ids)
+        made = build_workload(
+            self.config, [requests], seed=7, dp_index=0, dtype=self.dtype, block_size=self.options.block_size
+        )
+        return replace(made.steps[0], input_ids=input_ids)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits [T, vocab] of the traced graph."""

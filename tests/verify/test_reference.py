@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator.model.batch import Request, build_batch, own_caches
+from emulator.model.batch import Request, own_caches
 from emulator.model.weights import seeded, weight_groups
+from emulator.model.workload import build_workload
 from emulator.verify.choices import is_choice
 from emulator.verify.reference import run_reference, tolerances
 
@@ -18,7 +19,8 @@ def run(lowered) -> Callable[..., dict[str, Tensor]]:
     """run(keep=None, force=None) of the mini GLM on 5 tokens; run.inputs and run.weights are what it was given."""
     program = lowered.program
     weights = {k: v for group in weight_groups(program, seeded(0), torch.float32) for k, v in group.items()}
-    batch = build_batch(program.config, [Request(5)], seed=0, dtype=torch.float32, block_size=16)
+    made = build_workload(program.config, [[Request(5)]], seed=0, dp_index=0, dtype=torch.float32, block_size=16)
+    batch = made.steps[0]
 
     def call(keep: set[str] | None = None, force: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         call.inputs = own_caches(batch)  # type: ignore[attr-defined]
