@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from emulator.layout.placement import Kind, Layout, Tokens, placement_word
 from emulator.layout.rank_graph import RankGraph, Violation
-from emulator.layout.transition_rules import transition_layout
+from emulator.layout.transition_rules import axis_of, transition_layout
 from emulator.ops.foreign import foreign_rule, function_name
 from emulator.ops.registry import LOCAL, OPS, Illegal, R, op_name
 from emulator.ops.transition import TRANSITIONS
@@ -66,8 +66,7 @@ class _Inference:
             try:
                 layout, padded = transition_layout(self.name, node, self.sizes, self.tokens)
             except Illegal as error:
-                axis = node.args[1] if self.name not in ("pad", "unpad") else "tp"
-                self._violate(axis, error)
+                self._violate(axis_of(self.name, node), error)
                 layout, padded = error.fallback
             return Inferred(layout, padded, self.violations, False)
         layout = self._compute()

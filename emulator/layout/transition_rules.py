@@ -22,7 +22,7 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
         return _padding(name, layout, padded, node.args[2], tokens)
     if name in ("local_query_lens", "local_kv_lens"):
         return layout.placed(tp=LOCAL), False
-    axis: Any = node.args[{"all_to_all_rows": 3, "slice_rows": 2}.get(name, 1)]
+    axis = axis_of(name, node)
     if axis not in sizes:
         raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))
     size = node.args[{"all_to_all_rows": 4, "slice_rows": 3}.get(name, 2)]
@@ -31,11 +31,12 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
             f"the {axis} group has {sizes[axis]} ranks, not {size}", f"{axis} {sizes[axis]}", (layout, padded)
         )
     if name == "all_to_all_rows" or (name == "all_to_all" and layout.kind == "rows"):
-        return _rows(layout), False
+        return _rows(layout, sizes["tp"]), False
     if name == "slice_rows" or (name == "slice" and layout.kind == "rows"):
         return layout.placed(ep=LOCAL), False
     if layout.kind == "group" or (axis == "ep" and layout.kind == "token" and name == "all_gather"):
-        return _group(name, layout, tokens), False
+        still_padded = name == "reduce_scatter" and tokens.parts == 1 and tokens.padded != tokens.real
+        return _group(name, layout, tokens), still_padded
     dims = [d % 8 if d < 0 else d for d in node.args[3:]]  # type: ignore[operator]
     target, problem = _move(name, layout.on(axis), dims, sizes[axis])
     cut = (name in ("slice", "reduce_scatter", "all_to_all")) and dims[0] == 0
@@ -50,6 +51,13 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
     if problem is not None:
         raise Illegal(problem[0], problem[1], result)
     return result
+
+
+def axis_of(name: str, node: fx.Node) -> Any:
+    """The mesh axis of a transition; that of the tokens for padding, which names none."""
+    if name in ("pad", "unpad"):
+        return "tp"
+    return node.args[{"all_to_all_rows": 3, "slice_rows": 2, "local_kv_lens": 2}.get(name, 1)]
 
 
 def _padding(name: str, layout: Layout, padded: bool, length: Any, tokens: Tokens) -> tuple[Layout, bool]:
@@ -78,11 +86,11 @@ def _group(name: str, layout: Layout, tokens: Tokens) -> Layout:
     raise Illegal(f"{name} of {layout}", "all_gather of local-token, reduce_scatter of group-partial", (layout, False))
 
 
-def _rows(layout: Layout) -> Layout:
+def _rows(layout: Layout, tp: int) -> Layout:
     """Dispatched rows change between the ranks of their tokens and the ranks of their experts."""
     if layout.on("ep") == LOCAL:
         return layout.placed(ep=R, tp=LOCAL)
-    if layout.on("tp") == R:
+    if layout.on("tp") == R and tp > 1:
         where = layout.placed(ep=LOCAL)
         raise Illegal(
             "every rank dispatched every row: each would reach its expert tp times", "token-rows", (where, False)

@@ -32,6 +32,8 @@ def sequence_parallel(rank_graph: RankGraph) -> RankGraph:
     - a value that is gathered only to be cut again (the wrapper around MoE) stays local;
     - what needs full tokens gets one all_gather, of just the value it reads.
     """
+    if rank_graph.sizes[_AXIS] == 1:  # one rank holds every token: nothing to cut, and padding is the experts' business
+        return rank_graph
     propagate(rank_graph)
     return _Rewrite(rank_graph).run()
 
@@ -103,7 +105,7 @@ class _Rewrite:
     def _operand(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         """The operand as the consumer wants it: local for what runs on local tokens, else as it was."""
         source = _source(operand)
-        if not _is_token(operand) or self.size == 1:
+        if not _is_token(operand):
             return self.values[source]
         wanted = LOCAL if consumer in self.local else operand.meta["layout"].on(_AXIS)
         return self._convert(self.values[source], wanted, consumer, source)

@@ -4,17 +4,41 @@ import pytest
 import torch
 
 from emulator.layout.lowering import lower
+from emulator.layout.placement import Tokens
 from emulator.layout.plan import load_plan
-from emulator.layout.propagation import propagate
+from emulator.layout.propagation import infer, propagate
 from emulator.model.config import load_config
 from emulator.model.program import build_program
-from emulator.ops.registry import op_name
+from emulator.ops.registry import R, op_name
 
 PROGRAMS = {name: build_program(load_config(name)) for name in ("glm-5.1-mini", "deepseek-v3.2-mini")}
 
 
 def _lowered(plan="dsa_cp", tp=4, tokens=97, model="glm-5.1-mini", **variants):
     return lower(PROGRAMS[model], load_plan(plan, variants), {"tp": tp, "ep": tp}, tokens)
+
+
+@pytest.mark.parametrize("moe", ["all_to_all", "all_gather", "mc2"])
+@pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp_engine"])
+def test_experts_over_dp_ranks_alone(plan, moe):
+    """tp 1, dp 2, ep 2: each rank dispatches its own tokens, 5 of them padded to the other dp rank's 8."""
+    tokens = Tokens(5, 1, rows=8)
+    graph = lower(PROGRAMS["glm-5.1-mini"], load_plan(plan, {"moe": moe}), {"tp": 1, "ep": 2}, tokens)
+    assert any("ep" in n.args for n in graph.graph.nodes)
+    assert propagate(graph) == []
+
+
+def test_rows_dispatched_by_every_rank_are_named_with_their_axis():
+    graph = _lowered("sp")
+    dispatch = _node(graph, "moe_dispatch")
+    for operand in dispatch.all_input_nodes:  # as if full tokens came to the experts
+        operand.meta["layout"] = operand.meta["layout"].placed(tp=R)
+    dispatch.meta["layout"] = tuple(layout.placed(tp=R) for layout in dispatch.meta["layout"])
+    rows = next(u for u in dispatch.users if u.args[1] == 0)
+    rows.meta["layout"] = dispatch.meta["layout"][0]
+    [violation] = infer(_node(graph, "all_to_all_rows"), graph.sizes, graph.tokens).violations
+    assert "each would reach its expert tp times" in violation.reason
+    assert violation.found.endswith(" on ep")
 
 
 def _node(graph, op, module=""):

@@ -12,7 +12,7 @@ from emulator.model.program import build_program
 from emulator.ops.registry import op_name
 from emulator.passes.compare import first_difference
 from emulator.passes.sequence_parallel import sequence_parallel
-from emulator.scenario import load_scenario
+from emulator.scenario import load_scenario, parse_requests
 
 PROGRAMS: dict = {}
 VARIANTS = [
@@ -72,6 +72,19 @@ def test_equals_lowering_node_for_node(model, plan, variants, tokens):
 def test_whole_models(model, plan, embedding):
     given = {"tokens": 4096, "tp": 16, "variants": {"embedding": embedding}}
     assert told(sequence_parallel(baseline(model, plan, **given))) == told(lowered(model, plan, **given))
+
+
+@pytest.mark.parametrize("moe", ["all_to_all", "all_gather"])
+def test_dp_ranks_alone(moe):
+    """tp 1: nothing to rewrite, and the padding of rows that an ep group joins stays."""
+    given = {
+        "plan": "tp", "variants": {"moe": moe}, "parallel": {"tp": 1, "dp": 2}, "layers": 3,
+        "step": [parse_requests("5/3").model_dump()],
+        "passes": ["emulator.passes.library:sequence_parallel_pass"], "contract": "sp_prefill",
+    }  # fmt: skip
+    summary = run(load_scenario("glm-5.1-mini", given))
+    assert summary["verdict"] == "pass", summary["checks"]
+    assert summary["max_rel_error"] < 1e-9
 
 
 def test_published_counts():
