@@ -88,11 +88,13 @@ def load_contract(name: str) -> Contract:
 
 
 def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Values of the symbols that contracts may use."""
+    """Values of the symbols that contracts may use. One tp rank cuts nothing, so there n and P are the real tokens; g,
+    the rows that each rank brings to an ep group, are padded all the same."""
+    padded, per = (tokens.padded, tokens.per) if sizes["tp"] > 1 else (tokens.real, tokens.real)
     kinds = [config.is_moe(i) for i in range(config.num_hidden_layers)]
     indexed = sum(config.has_indexer(i) for i in range(config.num_hidden_layers))
     return {
-        "T": tokens.real, "P": tokens.padded, "n": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
+        "T": tokens.real, "P": padded, "n": per, "g": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
         "H": config.hidden_size, "N": config.num_attention_heads, "v": config.v_head_dim, "qk": config.qk_head_dim,
         "kv": config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim,
         "Q": config.q_lora_rank, "R": config.kv_lora_rank, "r": config.qk_rope_head_dim, "d": config.index_head_dim,

@@ -140,6 +140,20 @@ def test_a_context_that_nothing_left_behind_is_refused():
         prepare(load_scenario("glm-5.1-mini", given))
 
 
+@pytest.mark.parametrize(("plan", "steps"), [("sp", ["5/3"]), ("tp", ["5/3"]), ("dsa_cp", ["5/3", "1:5/1:3"])])
+@pytest.mark.parametrize("moe", MOE)
+def test_one_tp_rank_per_dp_rank(plan, steps, moe):
+    """Nothing is cut, but rows that the ep group joins are padded to the larger dp rank's."""
+    given = {
+        "plan": plan, "parallel": {"tp": 1, "dp": 2}, "variants": {"moe": moe}, "layers": 3,
+        "step": [parse_requests(s).model_dump() for s in steps],
+    }  # fmt: skip
+    summary = run(load_scenario("glm-5.1-mini", given))
+    _holds(summary)
+    joined = [c["input_shape"] for c in summary["collectives"] if c["group"] == "ep" and c["op"] == "all_gather"]
+    assert ([5, 144] in joined) == (moe == "all_gather" and steps == ["5/3"])
+
+
 def test_requests_sit_out_with_no_queries():
     given = {"step": [parse_requests(s).model_dump() for s in ("4,3", "0,1:3", "1:4,1:4")], "layers": 2}
     summary = run(load_scenario("glm-5.1-mini", given))
