@@ -53,7 +53,7 @@ class Cost:
 class Slice:
     """One trace record on the timeline of a rank. stream: compute or comm. start: when it begins to work or to move
     data, seconds from the start of the step; wait: how long it stood ready before that, for the other ranks of its
-    group (part of no slice). kernels: what the record was priced as. index: position of the record in its rank's step."""
+    group (part of no slice). kernels: what the record was priced as. index: position in its rank's step."""
 
     rank: int
     stream: Literal["compute", "comm"]
