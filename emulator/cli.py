@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator import job, launcher, matrix, profiles, report, report_faults, shrink
+from emulator import cli_export, cli_memory, cli_replay, job, launcher, matrix, profiles, report, report_faults, shrink
 from emulator.errors import RankError, UsageError
 from emulator.faults.catalogue import FAULTS, find_fault
 from emulator.layout.plan import load_plan
@@ -28,6 +28,9 @@ app = typer.Typer(
 )  # fmt: skip
 plan_app = typer.Typer(no_args_is_help=True, help="Look at plans.")
 app.add_typer(plan_app, name="plan")
+cli_export.register(app)
+cli_memory.register(app)
+cli_replay.register(app)
 
 ScenarioArg = Annotated[
     str, typer.Argument(help="A name under profiles/scenarios, a TOML file, or an HF model directory.")
@@ -87,9 +90,13 @@ def run(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds without progress after which a rank has stalled.")
     ] = None,
+    device: Annotated[str | None, typer.Option(help="Price the run on this device profile, as `replay` does.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for traces and summary.json.")] = None,
     shrunk: Annotated[
         bool, typer.Option("--shrink", help="On failure, find the smallest scenario that fails in the same way.")
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--report", help="Write report.html beside the traces, also when a rank failed.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,18 +108,20 @@ def run(
             "step": [parse_requests(text).model_dump() for text in requests or ()] or None,
             "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
             "timeout": timeout, "passes": graph_pass or None, "contract": contract,
-            "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps,
+            "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps, "device": device,
         }  # fmt: skip
         given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
         if launcher.under_torchrun():
             given["parallel"] = launcher.sizes_from_world(given["parallel"])
         return load_scenario(scenario, given)
 
-    _run_and_exit(load, out, shrunk, as_json)
+    _run_and_exit(load, out, shrunk, as_json, page)
 
 
-def _run_and_exit(load: Callable[[], Scenario], out: Path | None, shrunk: bool, as_json: bool) -> None:
-    """Runs a scenario, shrinks it if it fails and that was asked for, and leaves with the exit code."""
+def _run_and_exit(
+    load: Callable[[], Scenario], out: Path | None, shrunk: bool, as_json: bool, page: bool = False
+) -> None:
+    """Runs a scenario, writes its page and shrinks it if that was asked for, and leaves with the exit code."""
     loaded: Scenario | None = None
     shrunk = shrunk and not launcher.under_torchrun()
     try:
@@ -120,11 +129,15 @@ def _run_and_exit(load: Callable[[], Scenario], out: Path | None, shrunk: bool, 
             loaded = load()
             summary = _run(loaded, out or default_out_dir(loaded), as_json)
     except typer.Exit as refused:  # by the static check, or by a rank: a smaller one is as welcome
+        if page and loaded is not None and refused.exit_code == 3 and launcher.is_reporter():
+            cli_export.write_page(out or default_out_dir(loaded), loaded.device, quiet=as_json)
         if shrunk and loaded is not None:
             report.print_shrunk(_shrink(loaded, out))
         raise refused
     if summary is None:  # under torchrun only rank 0 reports
         return
+    if page:
+        cli_export.write_page(out or default_out_dir(loaded), loaded.device, quiet=as_json)
     if shrunk and summary["verdict"] == "fail":
         summary["shrunk"] = _shrink(loaded, out)
         if not as_json:
@@ -142,6 +155,8 @@ def _run(loaded: Scenario, folder: Path, as_json: bool) -> dict[str, Any] | None
             summary = job.run(loaded, folder, update)
     if summary is not None and not as_json:
         report.print_summary(summary)
+        if summary["cost"]:
+            cli_replay.print_cost(summary["cost"])
     return summary
 
 

@@ -10,12 +10,13 @@ from emulator.errors import LayoutError, UsageError
 from emulator.faults.catalogue import inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.placement import Tokens
-from emulator.layout.plan import Plan, module_pattern, plan_for
+from emulator.layout.plan import Plan, load_plan, module_pattern, plan_for
 from emulator.layout.rank_graph import RankGraph, Violation
 from emulator.model.batch import Request, batch_inputs, own_caches
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch
 from emulator.model.program import Program, build_program
+from emulator.model.structure import INDEXER_FIELDS, has_dsa_structure
 from emulator.model.weights import Checkpoint, seeded, weight_groups
 from emulator.model.workload import build_workload, phase_of
 from emulator.passes.apply import apply_pass
@@ -74,6 +75,7 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     """
     config = scenario.config()
     mesh = scenario.mesh(config)
+    _check_structure(scenario, config)
     if scenario.fault and scenario.mode != "real":
         raise UsageError(f"fault {scenario.fault}: faults are injected in mode real only")
     program = build_program(config, scenario.options())
@@ -92,6 +94,16 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
         add_batches(first)
         add_references(first)
     return first
+
+
+def _check_structure(scenario: Scenario, config: ModelConfig) -> None:
+    """UsageError when the plan needs a structure that the model does not have."""
+    plan = load_plan(scenario.plan, scenario.variants)
+    if plan.needs == "dsa" and not has_dsa_structure(config):
+        raise UsageError(
+            f"plan {plan.name} is DSA context parallelism, but model {scenario.model} has no indexer "
+            f"({', '.join(INDEXER_FIELDS)}): its attention is dense MLA, use --plan sp or tp"
+        )
 
 
 class _Graphs:

@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from emulator import profiles
+from emulator.cost.device import load_device
 from emulator.errors import UsageError, first_problem
 from emulator.model.batch import Request
 from emulator.model.config import ModelConfig, load_config, model_folder
@@ -57,7 +58,8 @@ class Scenario(BaseModel):
     the same caches. model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json
     to change. weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over
     the rank graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
-    faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do).
+    faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do). device: profile
+    (profiles/devices) that the run's traces are priced on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,6 +82,7 @@ class Scenario(BaseModel):
     seed: int = 0
     weights: str = "seed"
     latent_norm_eps: Literal["hf", "config"] = "hf"
+    device: str | None = None
     timeout: float = Field(default=60.0, gt=0)
 
     def config(self) -> ModelConfig:
@@ -151,9 +154,12 @@ def load_scenario(name: str, overrides: dict[str, Any] | None = None) -> Scenari
         data = {"name": path.stem, **profiles.load_toml(path)}
     merged = _merge(data, overrides or {})
     try:
-        return Scenario.model_validate(merged)
+        scenario = Scenario.model_validate(merged)
     except ValidationError as error:
         raise UsageError(f"scenario {name}: {first_problem(error)}") from None
+    if scenario.device is not None:
+        load_device(scenario.device)  # an unknown one is told before anything runs
+    return scenario
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

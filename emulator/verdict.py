@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from emulator.cost.summary import price_folder
+from emulator.errors import UsageError
 from emulator.layout.rank_graph import Violation
 from emulator.layout.windows import GlobalBatch, check_invariants, local_batches
 from emulator.prepare import Prepared
@@ -51,10 +53,21 @@ def summarise(
             "per_rank": round(max(r["peak_rss_mb"] for r in reports), 1),
         },
         "out_dir": str(prepared.out_dir) if prepared.out_dir else None,
+        "cost": _cost(prepared),
     }
     if prepared.out_dir:
         (prepared.out_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def _cost(prepared: Prepared) -> dict[str, Any] | None:
+    """The run priced on its device, or why it cannot be; None where no device or no trace folder is given."""
+    if prepared.scenario.device is None or prepared.out_dir is None:
+        return None
+    try:
+        return price_folder(prepared.out_dir, prepared.scenario.device)
+    except UsageError as error:
+        return {"error": str(error)}
 
 
 def _steps(prepared: Prepared) -> list[dict[str, Any]]:

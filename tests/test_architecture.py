@@ -17,9 +17,10 @@ LEVELS: list[set[str]] = [
     {"ops", "model"},
     {"layout", "passes"},
     {"trace", "runtime"},
-    {"verify", "cost", "memory", "faults"},
+    {"verify", "cost", "memory", "faults", "export"},
     {"scenario", "prepare", "rank", "verdict", "job", "launcher", "matrix", "locate", "shrink", "check"},
-    {"cli", "report", "report_faults", "testing", "nn", "__main__", "__init__"},  # nn, __init__: public names only
+    {"cli", "cli_export", "cli_memory", "cli_replay"}
+    | {"report", "report_faults", "report_html", "testing", "nn", "__main__", "__init__"},  # the last two: public names
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

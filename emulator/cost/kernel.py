@@ -3,19 +3,25 @@
 Families and their sizes (ints unless said; lengths are tuples with one entry per request):
 
 matmul              m, k, n, batch (default 1)
+fused_matmuls       parts (tuple of (m, k, n, batch)): products in one kernel, such as MlaProlog
 grouped_matmul      rows (tuple: rows of each local expert), k, n
 sparse_attention    queries, keys, heads, topk, qk (absorbed key width), v (absorbed value width)
-dense_attention     queries, keys, heads, qk, v (causal)
+dense_attention     queries, keys, heads, qk, v (causal); kv_heads (optional: heads of keys and of values that stand
+                    apart; without it all heads share one latent row of width qk per key)
 indexer             queries, keys, heads, dim, topk: scores of all visible keys and the choice of the top-k
-rms_norm, add_rms_norm, layer_norm, rope, kv_norm_rope_cache, dynamic_quant, static_quant, swiglu, gating_topk,
-routing, unpermute, scatter, gather, cast, elementwise, copy
-                    rows, width
+topk                rows, width, k: the choice alone
+rms_norm, add_rms_norm, add_rms_norm_quant, layer_norm, rope, kv_norm_rope_cache, dynamic_quant, static_quant, swiglu,
+swiglu_quant, gating_topk, routing, unpermute, scatter, gather, cast, elementwise, copy
+                    rows, width (swiglu: of its input); moved (optional: bytes moved, where rows and width do not say)
 moe_dispatch, moe_combine (fused with their exchange)
-                    tokens, hidden, topk, experts, ranks (int: ranks in the exchange)
-collective          op (str: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast), ranks (tuple: global ranks
-                    of the group), bytes (what one rank contributes: its shard for all_gather, the shard it ends with
-                    for reduce_scatter, its whole tensor for all_reduce and broadcast, all it sends to others for
-                    all_to_all), received (all_to_all: what it receives from others)
+                    tokens, hidden, topk, experts, ranks (int: ranks in the exchange); row_bytes (optional: of one row
+                    on the wire)
+collective          op (str: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send), ranks (tuple: global
+                    ranks of the group), bytes (what one rank contributes: its shard for all_gather, the shard it ends
+                    with for reduce_scatter, its whole tensor for all_reduce, broadcast and send, all it sends to
+                    others for all_to_all), received (all_to_all: what it receives from others)
+
+Attention and indexer: causal (optional, default True); False: every query sees all keys of its request.
 """
 
 from collections.abc import Mapping

@@ -89,3 +89,11 @@ def find_node(graph: fx.Graph, module: str, op: str, nth: int = 0) -> fx.Node:
     if len(found) <= nth:
         raise UsageError(f"{op} number {nth + 1} of {full}: the graph has {len(found)}, so the fault does not apply")
     return found[nth]
+
+
+def find_weight(graph: fx.Graph, name: str) -> fx.Node:
+    """Raises UsageError when the graph has no such weight: the fault does not apply to this model."""
+    found = [n for n in graph.nodes if n.op == "get_attr" and n.target == name]
+    if not found:
+        raise UsageError(f"weight {name}: the graph has none, so the fault does not apply")
+    return found[0]

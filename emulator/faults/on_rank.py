@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from emulator.faults.on_graph import find_node
+from emulator.faults.on_graph import find_node, find_weight
 from emulator.layout.placement import Layout
 from emulator.layout.rank_graph import RankGraph, copy_graph
 from emulator.runtime.collectives import Collectives
@@ -65,8 +65,7 @@ class RankSite:
 
     def part(self, name: str, rank: int | None = None) -> Tensor:
         """The proper part of a weight (default: this rank's), a copy."""
-        node = next(n for n in self.graph.nodes if n.op == "get_attr" and n.target == name)
-        layout = node.meta["layout"]
+        layout = find_weight(self.graph, name).meta["layout"]
         return local_shard(self.weights[name], layout, self.mesh, self.rank if rank is None else rank).clone()
 
     def move(self, node: fx.Node, stand_in: StandIn) -> None:

@@ -27,9 +27,9 @@ class Row(BaseModel):
 
 
 class PlanFile(BaseModel):
-    """A plan's TOML file. `extends` names a plan whose rows, variants, contract, pad and decode come first; contract ""
-    has none. pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks. decode: the
-    plan of decode steps, in place of this one."""
+    """A plan's TOML file. `extends` names a plan whose rows, variants, contract, pad, decode and needs come first;
+    contract "" has none. pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks.
+    decode: the plan of decode steps, in place of this one. needs: structure that a model must have for this plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     description: str
@@ -37,6 +37,7 @@ class PlanFile(BaseModel):
     contract: str | None = None
     pad: Literal["own", "dp_max"] | None = None
     decode: str | None = None
+    needs: Literal["dsa"] | None = None
     modules: dict[str, Row] = {}
     variants: dict[str, "Variant"] = {}
 
@@ -60,6 +61,7 @@ class Plan:
     rows: Mapping[str, Row]
     pad: Literal["own", "dp_max"] = "own"
     decode: str | None = None
+    needs: Literal["dsa"] | None = None
 
     @property
     def pads_to_dp_max(self) -> bool:
@@ -171,7 +173,8 @@ def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
     contract = next((f.contract for f in reversed(chain) if f.contract is not None), None) or None
     pad: Literal["own", "dp_max"] = next((f.pad for f in reversed(chain) if f.pad is not None), "own")
     decode = next((f.decode for f in reversed(chain) if f.decode is not None), None) or None
-    return Plan(stem, file.description, contract, settled, rows, pad, decode)
+    needs: Literal["dsa"] | None = next((f.needs for f in reversed(chain) if f.needs is not None), None)
+    return Plan(stem, file.description, contract, settled, rows, pad, decode, needs)
 
 
 def plan_for(name: str, variants: Mapping[str, str] | None, phase: str) -> Plan:

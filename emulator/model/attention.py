@@ -1,4 +1,4 @@
-"""MLA in absorbed form with the lightning indexer, as single-device modules; names follow the HF checkpoint.
+"""MLA in absorbed form, dense or with the lightning indexer, as single-device modules; names follow the HF checkpoint.
 
 Legend: T tokens, D hidden, N heads, K index top-k, d index head dim.
 """
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch, Linear, ProgramOptions, RMSNorm, ops, parameter
 from emulator.model.rope import inverse_frequencies, softmax_scale
+from emulator.model.structure import has_dsa_structure
 
 INDEXER_NORM_EPS = 1e-6  # HF builds the indexer's LayerNorm with it, whatever the config says
 
@@ -111,8 +112,22 @@ class SparseAttention(nn.Module):
         )
 
 
+class DenseAttention(nn.Module):
+    """Every query sees all keys before it."""
+
+    def __init__(self, scale: float, block_size: int):
+        super().__init__()
+        self.scale, self.block_size = scale, block_size
+
+    def forward(self, q: Tensor, cache: Tensor, w_uk_t: Tensor, w_uv: Tensor, batch: Batch) -> Tensor:
+        return ops.multihead_latent_attention(
+            q, cache, w_uk_t, w_uv, batch.query_lens, batch.kv_lens, batch.block_table, self.block_size, self.scale
+        )
+
+
 class Attention(nn.Module):
-    """MLA in absorbed form over the latent cache, with top-k ids from its own or an earlier layer's indexer."""
+    """MLA in absorbed form over the latent cache, with top-k ids from its own or an earlier layer's indexer; over all
+    keys in a model without one."""
 
     def __init__(self, config: ModelConfig, layer: int, options: ProgramOptions):
         super().__init__()
@@ -128,18 +143,20 @@ class Attention(nn.Module):
         self.kv_b_proj = KeyValueUp(config)
         self.indexer = Indexer(config, self.rope_scaling, options.block_size) if config.has_indexer(layer) else None
         self.kv_row, self.cache = Cat(), CacheWrite()
-        self.attn = SparseAttention(softmax_scale(config), options.block_size)
+        kernel = SparseAttention if has_dsa_structure(config) else DenseAttention
+        self.attn = kernel(softmax_scale(config), options.block_size)
         width = config.num_attention_heads * config.v_head_dim
         self.o_proj = OutputProjection(width, config.hidden_size, config.attention_bias, unit=config.v_head_dim)
 
     def forward(self, x: Tensor, ids: Tensor | None, inv_freq: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """x [T, D], ids [T, K] of the last full-indexer layer (or None) -> (output [T, D], ids used)."""
-        config, layer = self.config, self.layer
+        """x [T, D], ids [T, K] of the last full-indexer layer (or None) -> (output [T, D], ids used or None)."""
+        config, layer, interleaved = self.config, self.layer, self.config.rope_interleaved
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_resid)
-        q = ops.rope(q, batch.positions, inv_freq, config.qk_nope_head_dim, True, self.rope_scaling)
+        q = ops.rope(q, batch.positions, inv_freq, config.qk_nope_head_dim, interleaved, self.rope_scaling)
         latent, k_pe = torch.split(self.kv_a_proj_with_mqa(x), [config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        parts = [self.kv_a_layernorm(latent), ops.rope(k_pe, batch.positions, inv_freq, 0, True, self.rope_scaling)]
+        parts = [self.kv_a_layernorm(latent)]
+        parts.append(ops.rope(k_pe, batch.positions, inv_freq, 0, interleaved, self.rope_scaling))
         if self.indexer is not None:
             k_norm = self.indexer.k_norm
             parts.append(self.indexer.wk(x, k_norm.weight, k_norm.bias, batch.positions, inv_freq))
@@ -154,5 +171,8 @@ class Attention(nn.Module):
         if self.indexer is not None:
             ids = self.indexer(x, q_resid, index_cache, inv_freq, batch)
         w_uk_t, w_uv = self.kv_b_proj()
-        output = self.attn(q, latent_cache, w_uk_t, w_uv, ids, batch)
+        if ids is None:  # no layer of the model has an indexer
+            output = self.attn(q, latent_cache, w_uk_t, w_uv, batch)
+        else:
+            output = self.attn(q, latent_cache, w_uk_t, w_uv, ids, batch)
         return self.o_proj(output), ids

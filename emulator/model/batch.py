@@ -19,7 +19,8 @@ class Request:
 
 
 def empty_caches(config: ModelConfig, num_slots: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Per layer: latent cache [slots, kv_lora_rank + rope] and index-key cache [slots, index_head_dim], all NaN."""
+    """Per layer: latent cache [slots, kv_lora_rank + rope] and index-key cache [slots, index_head_dim], all NaN.
+    Without an indexer, index keys are 0 wide."""
     row, layers = config.kv_lora_rank + config.qk_rope_head_dim, range(config.num_hidden_layers)
     nan = float("nan")
     return (

@@ -5,18 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from emulator import profiles
 from emulator.errors import UsageError, first_problem
-from emulator.model.structure import has_dsa_structure, missing_dsa_fields
+from emulator.model.structure import INDEXER_FIELDS, MLA_FIELDS, has_dsa_structure, has_mla_structure, missing_fields
 
 HF_LATENT_NORM_EPS = 1e-6  # HF builds q_a/kv_a_layernorm with the class default, whatever the config says
 
 _SHARED_DEFAULTS = {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
+_DEEPSEEK_DEFAULTS = {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-6, "n_group": 8, "topk_group": 4}
 HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
-    "deepseek_v32": {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-6, "n_group": 8, "topk_group": 4},
+    "deepseek_v32": _DEEPSEEK_DEFAULTS,
+    "deepseek_v3": _DEEPSEEK_DEFAULTS,
 }
 
 
@@ -37,7 +39,8 @@ class RopeParameters(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A DSA model's sizes and options, under the names of HF's config.json."""
+    """An MLA model's sizes and options, under the names of HF's config.json. index_*: of the lightning indexer, all 0
+    where there is none (dense MLA)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -62,9 +65,10 @@ class ModelConfig(BaseModel):
     qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
-    index_topk: PositiveInt
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
+    rope_interleave: bool | None = True
+    index_topk: NonNegativeInt = 0
+    index_n_heads: NonNegativeInt = 0
+    index_head_dim: NonNegativeInt = 0
     indexer_rope_interleave: bool | None = None
     indexer_types: tuple[Literal["full", "shared"], ...] | None = None
     index_topk_pattern: str | tuple[Literal["full", "shared"], ...] | None = None
@@ -81,6 +85,14 @@ class ModelConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         return {**HF_DEFAULTS.get(str(data.get("model_type")), {}), **data}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        """A null field of the indexer is one that is not there."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k not in INDEXER_FIELDS}
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +116,10 @@ class ModelConfig(BaseModel):
             raise ValueError(f"n_group {self.n_group} must divide n_routed_experts and be at least topk_group")
         if self.n_routed_experts // self.n_group < 2:
             raise ValueError(f"n_group {self.n_group} leaves one expert a group, which is scored by its two best")
-        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
+        missing = missing_fields(self, INDEXER_FIELDS)
+        if 0 < len(missing) < len(INDEXER_FIELDS):
+            raise ValueError(f"half an indexer: missing or zero fields {', '.join(missing)}")
+        if self.qk_rope_head_dim % 2 or (not missing and self.qk_rope_head_dim > self.index_head_dim):
             raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
         if self.num_experts_per_tok > self.n_routed_experts // self.n_group * self.topk_group:
             raise ValueError("num_experts_per_tok exceeds the experts that the selected groups hold")
@@ -115,13 +130,18 @@ class ModelConfig(BaseModel):
         rope = self.rope_parameters
         if rope.rope_type == "yarn" and rope.original_max_position_embeddings is None:
             raise ValueError("rope_parameters: yarn needs original_max_position_embeddings")
-        if not self.has_indexer(0):
+        if not missing and not self.has_indexer(0):
             raise ValueError("layer 0 shares the top-k of a previous layer, but there is none")
         return self
 
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rope_interleaved(self) -> bool:
+        """Pairing of the attention's rope: a choice of dense MLA; HF's DSA classes always interleave."""
+        return bool(self.rope_interleave) or has_dsa_structure(self)
 
     @property
     def indexer_interleaved(self) -> bool:
@@ -140,7 +160,9 @@ class ModelConfig(BaseModel):
 
     def has_indexer(self, layer: int) -> bool:
         """Whether a layer runs its own indexer; others reuse the ids of the last layer that did (HF's order of
-        precedence: indexer_types, index_topk_pattern, index_topk_freq with its offset)."""
+        precedence: indexer_types, index_topk_pattern, index_topk_freq with its offset). Dense MLA has none."""
+        if not has_dsa_structure(self):
+            return False
         if self.indexer_types is not None:
             return self.indexer_types[layer] == "full"
         if self.index_topk_pattern is not None:
@@ -175,10 +197,11 @@ class ModelConfig(BaseModel):
 def parse_config(data: dict[str, Any], where: str) -> ModelConfig:
     """ModelConfig from the content of an HF config.json.
 
-    Raises UsageError, naming the missing or wrong fields, when the DSA structure is not there.
+    Raises UsageError, naming the missing or wrong fields, when the structure of MLA is not there.
     """
-    if not has_dsa_structure(data):
-        raise UsageError(f"{where}: no DSA structure: missing or zero fields {', '.join(missing_dsa_fields(data))}")
+    if not has_mla_structure(data):
+        missing = ", ".join(missing_fields(data, MLA_FIELDS))
+        raise UsageError(f"{where}: no MLA structure (low-rank query and latent): missing or zero fields {missing}")
     try:
         return ModelConfig.model_validate(data)
     except ValidationError as error:

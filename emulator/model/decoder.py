@@ -18,7 +18,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config) if self.is_moe else MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, residual: Tensor | None, ids: Tensor | None, inv_freq: Tensor, batch: Batch):
-        """(x, residual) with hidden state = x + residual -> (MLP output, residual, top-k ids)."""
+        """(x, residual) with hidden state = x + residual -> (MLP output, residual, top-k ids or None)."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:

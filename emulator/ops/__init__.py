@@ -1,3 +1,17 @@
 """The op vocabulary. Importing this package registers every op with torch.library."""
 
-from emulator.ops import cache, elementwise, embedding, indexer, linear, mla, moe, norm, rope, transition, views  # noqa: F401
+# ruff: noqa: F401
+from emulator.ops import (
+    cache,
+    dense_mla,
+    elementwise,
+    embedding,
+    indexer,
+    linear,
+    mla,
+    moe,
+    norm,
+    rope,
+    transition,
+    views,
+)

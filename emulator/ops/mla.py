@@ -49,14 +49,16 @@ def _attention_fake(q, cache, w_uk_t, w_uv, ids, query_lens, kv_lens, block_tabl
     return q.new_empty((q.shape[0], q.shape[1], w_uv.shape[2]))
 
 
-def _attention_rule(q: Placement, w_uk_t: Placement, w_uv: Placement, **rest: Placement) -> Placement:
+def attention_rule(q: Placement, w_uk_t: Placement, w_uv: Placement, **rest: Placement) -> Placement:
+    """Layout rule of attention over the latent cache. rest: cache and block_table, and what each row brings: lengths,
+    and top-k ids where there are any."""
     whole_batch = all(p == R for p in rest.values())
     if whole_batch and q == w_uk_t == w_uv == R:
         return R
     if whole_batch and q == Shard(1) and w_uk_t == w_uv == Shard(0):
         return Shard(1)
-    lengths = (rest["query_lens"], rest["kv_lens"], rest["ids"])
-    if rest["cache"] == rest["block_table"] == R and q == LOCAL and w_uk_t == w_uv == R and set(lengths) == {LOCAL}:
+    of_rows = {p for name, p in rest.items() if name not in ("cache", "block_table")}
+    if rest["cache"] == rest["block_table"] == R and q == LOCAL and w_uk_t == w_uv == R and of_rows == {LOCAL}:
         return LOCAL  # local queries with all heads over the whole cache, at their own lengths
     raise Illegal(
         "attention sees the complete sequence, and its heads meet their own derived weights",
@@ -75,5 +77,5 @@ define(
     "Tensor kv_lens, Tensor block_table, int block_size, float scale) -> Tensor",
     kernel=_attention,
     fake=_attention_fake,
-    rule=_attention_rule,
+    rule=attention_rule,
 )

@@ -164,9 +164,7 @@ def _gathered(
 ) -> Tensor:
     """Absorbed form: copy each row's selected latents and use them as both key and value of all heads."""
     (C, W), L = slot_CW.shape, cache_SL.shape[1]
-    q_NCd = (q_CNd.to(dims.dtype) * scale).transpose(0, 1)
-    q_lat_NCR = torch.bmm(q_NCd[..., : dims.n], w_uk_NnR)
-    q_CNL = torch.cat((q_lat_NCR, q_NCd[..., dims.n :]), dim=-1).transpose(0, 1).contiguous()
+    q_CNL = absorb_query(q_CNd, w_uk_NnR, scale)
     o_CNR = torch.zeros(C, dims.N, dims.R, dtype=dims.dtype)
     step = max(1, _GATHER_BYTES // max(1, W * L * dims.dtype.itemsize))
     any_masked = bool(masked_CW.any())
@@ -181,6 +179,19 @@ def _gathered(
             scores_CNW.masked_fill_(masked_CW[lo:hi].unsqueeze(1), float("-inf"))
         o_CNR[lo:hi] = torch.bmm(torch.softmax(scores_CNW, dim=-1), rows_CWL[..., : dims.R])
     o_CNR.masked_fill_(masked_CW.all(1)[:, None, None], 0)  # nothing selected: the softmax above was 0 / 0
+    return values_of(o_CNR, w_uv_NRv)
+
+
+def absorb_query(q_CNd: Tensor, w_uk_NnR: Tensor, scale: float) -> Tensor:
+    """Queries that meet cache rows as they are, [C, N, R + r]: scale * [q_nope w_uk | q_pe], in w_uk's dtype."""
+    n = w_uk_NnR.shape[1]
+    q_NCd = (q_CNd.to(w_uk_NnR.dtype) * scale).transpose(0, 1)
+    q_lat_NCR = torch.bmm(q_NCd[..., :n], w_uk_NnR)
+    return torch.cat((q_lat_NCR, q_NCd[..., n:]), dim=-1).transpose(0, 1).contiguous()
+
+
+def values_of(o_CNR: Tensor, w_uv_NRv: Tensor) -> Tensor:
+    """Weighted sums of latents [C, N, R] -> weighted sums of values [C, N, v]."""
     return torch.bmm(o_CNR.transpose(0, 1), w_uv_NRv).transpose(0, 1)
 
 

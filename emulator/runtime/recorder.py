@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from emulator.layout.placement import Layout, Tokens
 from emulator.ops.registry import OPS, R
@@ -46,6 +47,8 @@ class Recorder:
         elif name in COLLECTIVES or name == "slice":
             axis, size = node.args[1], node.args[2]
             sent = bytes_sent(name, args[0], size)
+        elif name == "grouped_matmul" and not isinstance(args[2], FakeTensor):
+            attrs["expert_rows"] = args[2].sum(0).tolist()  # of each expert held here
         self._append(
             node,
             start,

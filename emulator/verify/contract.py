@@ -102,7 +102,7 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
         "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
         "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1,
         "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
-        "indexer_layers": indexed, "shared_layers": len(kinds) - indexed,
+        "indexer_layers": indexed, "shared_layers": len(kinds) - indexed if indexed else 0,
     }  # fmt: skip
 
 

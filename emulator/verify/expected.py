@@ -11,6 +11,7 @@ from emulator.layout.placement import Layout, Tokens
 from emulator.model.program import Program
 from emulator.ops.registry import LOCAL, Mixed, R, op_name
 from emulator.runtime.mesh import Mesh
+from emulator.runtime.rank_weights import local_shard
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Expectation:
             return self._rows(origin, value, layout)
         if layout.kind == "group":
             return self._group(origin) if layout.on("ep") == R else None
+        if layout.kind == "weight":
+            return Expected(local_shard(value, layout, self.mesh, self.rank), None)
         if layout.kind != "token":
             return Expected(value, None)
         placement, index = layout.on("tp"), self.mesh.index("tp", self.rank)

@@ -137,7 +137,7 @@ def _constants(evidence: Evidence, name: str, constant: Any) -> Iterator[Any]:
         rotated, x = evidence.index_of("inv_freq"), evidence.operand(0)[0]
         if rotated is not None:
             yield from {0, x.shape[-1] - 2 * len(evidence.operand(rotated)[0])} - {constant}
-    elif evidence.op == "mla_sparse_attention" and name == "scale":
+    elif evidence.op in ("mla_sparse_attention", "multihead_latent_attention") and name == "scale":
         named = {n: evidence.operand(i)[0] for i, n in enumerate(evidence.argument_names())}
         nope, rank = named["w_uk_t"].shape[1:]
         rope = named["cache"].shape[1] - rank

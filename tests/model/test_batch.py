@@ -69,6 +69,12 @@ def test_caches_are_nan_until_written(config: ModelConfig) -> None:
         assert index.isnan().all()
 
 
+def test_index_caches_of_dense_mla_hold_nothing() -> None:
+    latent, index = empty_caches(load_config("deepseek-v3-mini"), 8, torch.float64)
+    assert [tuple(c.shape) for c in latent] == [(8, 56 + 14)] * 5
+    assert [tuple(c.shape) for c in index] == [(8, 0)] * 5
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_caches_have_the_runs_dtype(config: ModelConfig, dtype: torch.dtype) -> None:
     latent, index = empty_caches(config, 8, dtype)

@@ -10,7 +10,7 @@ import pytest
 
 from emulator.errors import UsageError
 from emulator.model.config import ModelConfig, load_config, parse_config
-from emulator.model.structure import DSA_FIELDS, has_dsa_structure
+from emulator.model.structure import DSA_FIELDS, INDEXER_FIELDS, MLA_FIELDS, has_dsa_structure, has_mla_structure
 
 Config = dict[str, Any]
 
@@ -70,8 +70,23 @@ def test_glm_5_1_has_the_sizes_of_the_design() -> None:
     assert [c.is_moe(i) for i in range(78)] == [False] * 3 + [True] * 75
 
 
+def test_deepseek_v3_has_the_published_sizes() -> None:
+    # DeepSeek-V3 technical report (arXiv 2412.19437), section 4.2, and the published config.json
+    c = load_config("deepseek-v3")
+    assert (c.vocab_size, c.hidden_size, c.num_attention_heads, c.num_hidden_layers) == (129280, 7168, 128, 61)
+    assert (c.q_lora_rank, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim) == (1536, 512, 128, 64)
+    assert (c.v_head_dim, c.intermediate_size, c.moe_intermediate_size) == (128, 18432, 2048)
+    assert (c.n_routed_experts, c.num_experts_per_tok, c.n_group, c.topk_group) == (256, 8, 8, 4)
+    assert (c.routed_scaling_factor, c.rms_norm_eps, c.n_shared_experts) == (2.5, 1e-6, 1)
+    assert [c.is_moe(i) for i in range(61)] == [False] * 3 + [True] * 58
+    rope = c.rope_parameters
+    assert (rope.rope_type, rope.rope_theta, rope.factor, rope.mscale_all_dim) == ("yarn", 1e4, 40, 1.0)
+    assert not has_dsa_structure(c)
+
+
 @pytest.mark.parametrize(
-    ("model_type", "groups", "eps"), [("glm_moe_dsa", (1, 1), 1e-5), ("deepseek_v32", (8, 4), 1e-6)]
+    ("model_type", "groups", "eps"),
+    [("glm_moe_dsa", (1, 1), 1e-5), ("deepseek_v32", (8, 4), 1e-6), ("deepseek_v3", (8, 4), 1e-6)],
 )
 def test_an_omitted_field_has_the_default_of_its_hf_class(
     tiny: Config, model_type: str, groups: tuple[int, int], eps: float
@@ -145,6 +160,52 @@ def test_indexer_schedule_by_name(tiny: Config, fields: Config) -> None:
 def test_pairing_of_the_indexers_rope(tiny: Config, model_type: str, said: bool | None, interleaved: bool) -> None:
     config = parse_config(tiny | {"model_type": model_type, "indexer_rope_interleave": said}, "here")
     assert config.indexer_interleaved is interleaved
+
+
+# --- dense MLA --------------------------------------------------------------------------------------------------------
+
+
+def dense(config: Config) -> Config:
+    return {k: v for k, v in config.items() if k not in INDEXER_FIELDS}
+
+
+@pytest.mark.parametrize("value", [None, 0, "absent"])
+def test_a_config_without_an_indexer_is_dense_mla(tiny: Config, value: Any) -> None:
+    fields = {} if value == "absent" else dict.fromkeys(INDEXER_FIELDS, value)
+    config = parse_config(dense(tiny) | fields | {"model_type": "any_name"}, "here")
+    assert [getattr(config, name) for name in INDEXER_FIELDS] == [0, 0, 0]
+    assert has_mla_structure(config)
+    assert not has_dsa_structure(config)
+    assert not any(config.has_indexer(i) for i in range(2))
+    assert config.with_layers(1).with_sizes({"vocab_size": 9}).vocab_size == 9
+
+
+@pytest.mark.parametrize("lost", INDEXER_FIELDS)
+def test_half_an_indexer_is_refused(tiny: Config, lost: str) -> None:
+    with pytest.raises(UsageError, match=f"half an indexer: missing or zero fields {lost}$") as error:
+        parse_config(tiny | {lost: None}, "here")
+    one_line(error)
+    with pytest.raises(UsageError, match="half an indexer"):
+        parse_config(dense(tiny), "here").with_sizes({"index_topk": 3})
+
+
+def test_rope_of_dense_mla_needs_no_index_head(tiny: Config) -> None:
+    assert parse_config(dense(tiny) | {"qk_rope_head_dim": 6}, "here").qk_rope_head_dim == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "interleaved"),
+    [
+        ({}, True),
+        ({"rope_interleave": True}, True),
+        ({"rope_interleave": False}, False),
+        ({"rope_interleave": None}, False),
+    ],
+)
+def test_pairing_of_the_attentions_rope(tiny: Config, said: Config, interleaved: bool) -> None:
+    # an option of HF's DeepseekV3; its DSA classes have none and interleave
+    assert parse_config(dense(tiny) | said, "here").rope_interleaved is interleaved
+    assert parse_config(tiny | said, "here").rope_interleaved is True
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
@@ -228,12 +289,12 @@ def test_a_missing_field_is_named(tiny: Config, field: str) -> None:
     assert one_line(error).startswith("here/config.json")
 
 
-def test_missing_structure_names_all_its_fields(tiny: Config) -> None:
-    with pytest.raises(UsageError, match="no DSA structure") as error:
-        parse_config({k: v for k, v in tiny.items() if not k.startswith("index_")}, "here")
-    line = one_line(error)
-    assert all(name in line for name in ("index_topk", "index_n_heads", "index_head_dim"))
-    assert "q_lora_rank" not in line
+@pytest.mark.parametrize("lost", [["q_lora_rank"], ["kv_lora_rank", "v_head_dim"], list(MLA_FIELDS)])
+def test_missing_structure_names_all_its_fields(tiny: Config, lost: list[str]) -> None:
+    # q_lora_rank alone: models whose query has no low-rank projection
+    with pytest.raises(UsageError, match="no MLA structure") as error:
+        parse_config(tiny | dict.fromkeys(lost), "here")
+    assert one_line(error).endswith(f"missing or zero fields {', '.join(lost)}")
 
 
 BAD = [

@@ -66,6 +66,7 @@ def calls(dtype: torch.dtype) -> dict[str, list[Call]]:
         "moe_combine": [((f(14, 11), order, f(7, 2).float()), {})],
         "mla_absorb": [((f(3 * 9, 7), 4, 5), {})],
         "mla_sparse_attention": [((f(7, 3, 6), f(10, 8), f(3, 4, 6), f(3, 6, 5), topk, *batch(), 2, 0.4), {})],
+        "multihead_latent_attention": [((f(7, 3, 6), f(10, 8), f(3, 4, 6), f(3, 6, 5), *batch(), 2, 0.4), {})],
         "dsa_indexer_key": [((f(7, 11), f(9, 11), f(9), f(9), positions, inv_freq, 1e-6, True, 1.0), {})],
         "dsa_indexer_topk": [
             ((f(7, 11), f(7, 13), f(4 * 9, 11), f(4, 13), f(10, 9), positions, inv_freq, *batch(), 2, 3, True, 1.0), {})
@@ -190,6 +191,19 @@ MISMATCHES: list[tuple[str, str, Callable[[], Any]]] = [
             torch.empty(3, 4, 6),
             torch.empty(3, 6, 5),
             torch.zeros(7, 2, dtype=torch.int32),
+            *batch(),
+            2,
+            0.4,
+        ),
+    ),
+    (
+        "heads of dense attention",
+        "multihead_latent_attention",
+        lambda: (
+            torch.empty(7, 6, 6),
+            torch.empty(10, 8),
+            torch.empty(3, 4, 6),
+            torch.empty(3, 6, 5),
             *batch(),
             2,
             0.4,

@@ -237,6 +237,12 @@ CASES = [
         block_size=2, scale=0.7,
     ),
     vocabulary_case(
+        "multihead_latent_attention",
+        {"q": floats(T, N, 6), "cache": CACHE, "w_uk_t": floats(N, 4, 4), "w_uv": floats(N, 4, 6), **BATCH},
+        (R,) * 7, (HEADS, R, Shard(0), Shard(0), R, R, R), (LOCAL, R, R, R, LOCAL, LOCAL, R),
+        block_size=2, scale=0.7,
+    ),
+    vocabulary_case(
         "dsa_indexer_key",
         {
             "x": floats(T, IN), "wk": floats(6, IN), "norm_weight": floats(6), "norm_bias": floats(6, seed=1),
@@ -306,6 +312,8 @@ UNSOUND = [
     ("cache_write", (R, LOCAL, LOCAL), R),
     ("embedding", (R, COLUMN), R),
     ("mla_sparse_attention", (LOCAL, R, R, R, LOCAL, R, R, R), LOCAL),
+    ("multihead_latent_attention", (LOCAL, R, R, R, R, R, R), LOCAL),
+    ("multihead_latent_attention", (HEADS, R, R, R, R, R, R), HEADS),
     ("split", (Shard(1),), (Shard(1), Shard(1))),
     ("cat", (Shard(1), Shard(1)), Shard(1)),
 ]
@@ -345,6 +353,8 @@ PROMISED = [
         {**{k: R for k in ATTENTION}, "q": HEADS, "w_uk_t": Shard(0), "w_uv": Shard(0)},
         HEADS,
     ),
+    ("multihead_latent_attention", names("multihead_latent_attention", *[R] * 7), R),
+    ("multihead_latent_attention", names("multihead_latent_attention", HEADS, R, Shard(0), Shard(0), R, R, R), HEADS),
     ("dsa_indexer_topk", {k: R for k in INDEXER}, R),
     ("moe_topk", {"logits": LOCAL, "bias": R, "token_mask": LOCAL}, (LOCAL, LOCAL)),
 ]
@@ -376,6 +386,10 @@ REFUSED = [
     ("local queries, full ids", "mla_sparse_attention", {**{k: R for k in ATTENTION}, "q": LOCAL}),
     ("local queries, local ids", "mla_sparse_attention", {**{k: R for k in ATTENTION}, "q": LOCAL, "ids": LOCAL}),
     ("head shard, whole derived weights", "mla_sparse_attention", {**{k: R for k in ATTENTION}, "q": HEADS}),
+    ("local queries of dense attention, full lengths", "multihead_latent_attention",
+     names("multihead_latent_attention", LOCAL, R, R, R, R, R, R)),
+    ("dense attention, head shard, whole derived weights", "multihead_latent_attention",
+     names("multihead_latent_attention", HEADS, R, R, R, R, R, R)),
     ("indexer on local hidden", "dsa_indexer_topk", {**{k: R for k in INDEXER}, "x": LOCAL, "q_resid": LOCAL}),
     ("index keys of local rows at full positions", "dsa_indexer_key",
      names("dsa_indexer_key", LOCAL, R, R, R, R, R)),

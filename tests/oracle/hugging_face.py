@@ -87,7 +87,7 @@ def run(model: nn.Module, input_ids: Tensor) -> Run:
                 lambda _, args, output: outputs.append((output[0] if isinstance(output, tuple) else output)[0])
             )
         )
-        indexer = layer.self_attn.indexer
+        indexer = getattr(layer.self_attn, "indexer", None)
         if indexer is None:  # its place in the list is filled when the layer before it ends
             hooks.append(layer.register_forward_pre_hook(lambda _, args: topk.append(None)))
         else:
