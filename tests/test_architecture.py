@@ -18,8 +18,18 @@ LEVELS: list[set[str]] = [
     {"layout", "passes"},
     {"trace", "runtime"},
     {"verify", "cost", "memory", "faults"},
-    {"scenario", "prepare", "rank", "verdict", "job", "launcher", "matrix", "locate", "shrink", "check"},
-    {"cli", "report", "report_faults", "testing", "nn", "__main__", "__init__"},  # nn, __init__: public names only
+    {"scenario", "prepare", "rank", "verdict", "job", "launcher", "matrix", "locate", "shrink", "check", "plan_check"},
+    {
+        "cli",
+        "cli_common",
+        "cli_plan",
+        "report",
+        "report_faults",
+        "testing",
+        "nn",
+        "__main__",
+        "__init__",
+    },  # nn, __init__: public names only
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

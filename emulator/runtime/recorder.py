@@ -6,16 +6,17 @@ from typing import Any
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout, Tokens
+from emulator.layout.plan import layer_of
 from emulator.ops.registry import OPS, R
 from emulator.ops.transition import COLLECTIVES, TRANSITIONS
 from emulator.runtime.collectives import bytes_sent
 from emulator.runtime.mesh import Mesh
 from emulator.trace.record import TraceWriter
-from emulator.trace.summary import layer_of
 
 _TRANSITION_ATTRS = {
-    "pad": ("dim", "length"),
-    "unpad": ("dim", "length"),
+    "pad": ("dim", "length", "order", "parts"),
+    "unpad": ("dim", "length", "order", "parts"),
+    "broadcast": ("", "", "owner"),
     "all_to_all": ("", "", "dim", "concat_dim"),
     "all_gather": ("", "", "dim"),
     "reduce_scatter": ("", "", "dim"),
@@ -46,6 +47,10 @@ class Recorder:
         elif name in COLLECTIVES or name == "slice":
             axis, size = node.args[1], node.args[2]
             sent = bytes_sent(name, args[0], size)
+        if "async" in node.meta and name in COLLECTIVES:
+            attrs["async"] = node.meta["async"]
+        if name == "wait":
+            attrs["of"] = node.args[0].name
         self._append(
             node,
             start,
@@ -90,6 +95,10 @@ class Recorder:
             }
         )
 
+    def memory(self, report: dict[str, Any]) -> None:
+        """The peak of what the rank held in this step (LiveMemory.report)."""
+        self.writer.append({"kind": "memory", "phase": self.phase, **report})
+
     def _append(self, node: fx.Node, start: float, **fields: Any) -> None:
         module = node.meta["module"]
         self.writer.append(
@@ -107,7 +116,7 @@ class Recorder:
         )
 
     def _window(self, layout: Layout) -> list[int] | None:
-        if layout.kind != "token" or layout.on("tp") == R:
+        if layout.kind != "token" or layout.on("tp") == R or self.tokens.order != "contiguous":
             return None
         return list(self.tokens.window(self.mesh.index("tp", self.rank)))
 
