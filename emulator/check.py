@@ -14,8 +14,8 @@ from emulator.layout.propagation import propagate
 from emulator.layout.rank_graph import Boundary, RankGraph, Violation, behind_moves, copy_graph
 from emulator.locate import Case, locate
 from emulator.model.program import Program
-from emulator.ops.registry import op_name
-from emulator.ops.transition import TRANSITIONS, pad_rows
+from emulator.ops.registry import LOCAL, op_name
+from emulator.ops.transition import TRANSITIONS
 from emulator.passes.normalise import normalise
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.executor import Executor
@@ -211,10 +211,10 @@ def _tolerance(reference: Mapping[str, Tensor]) -> Tolerance:
 
 def local_input(value: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole input; local-token rows end in NaN (or -1) padding."""
-    if layout.kind != "token" or layout.tokens is None or str(layout) != "local-token":
+    if layout.kind != "token" or layout.tokens is None or layout.on("tp") != LOCAL:
         return local_shard(value, layout, mesh, rank)
     tokens = layout.tokens
-    padded = pad_rows(value, 0, tokens.padded) if tokens.padded != tokens.real else value
+    padded = torch.ops.emulator.pad(value, 0, tokens.padded, *tokens.arrangement) if tokens.rearranged else value
     return padded.chunk(tokens.parts)[mesh.index("tp", rank)].clone()
 
 

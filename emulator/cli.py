@@ -5,8 +5,7 @@ Exit codes: 0 all checks hold; 1 a check failed; 2 bad input; 3 a rank failed.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +13,10 @@ import typer
 from rich.console import Console
 
 from emulator import cli_export, cli_memory, cli_replay, job, launcher, matrix, profiles, report, report_faults, shrink
-from emulator.errors import RankError, UsageError
+from emulator.cli_common import JsonOption, ScenarioArg, exit_codes, variants
+from emulator.cli_plan import plan_app
+from emulator.errors import UsageError
 from emulator.faults.catalogue import FAULTS, find_fault
-from emulator.layout.plan import load_plan
-from emulator.runtime.failure import explain
 from emulator.scenario import Scenario, default_out_dir, load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
@@ -26,38 +25,10 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Runs DSA models on emulated tensor-parallel ranks and proves their token layouts.",
 )  # fmt: skip
-plan_app = typer.Typer(no_args_is_help=True, help="Look at plans.")
 app.add_typer(plan_app, name="plan")
 cli_export.register(app)
 cli_memory.register(app)
 cli_replay.register(app)
-
-ScenarioArg = Annotated[
-    str, typer.Argument(help="A name under profiles/scenarios, a TOML file, or an HF model directory.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turns errors into one clear line on stderr and an exit code."""
-    try:
-        yield
-    except RankError as error:
-        print(explain(error), file=sys.stderr)
-        raise typer.Exit(3) from None
-    except UsageError as error:
-        if launcher.is_reporter():
-            print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-
-def _variants(given: list[str] | None) -> dict[str, str]:
-    pairs = [item.partition("=") for item in given or []]
-    for key, equals, value in pairs:
-        if not (key and equals and value):
-            raise UsageError(f"--variant {key}{equals}{value}: expected key=value, such as embedding=replicated")
-    return {key: value for key, _, value in pairs}
 
 
 @app.command()
@@ -106,7 +77,7 @@ def run(
         given: dict[str, Any] = {
             "plan": plan, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens, "layers": layers,
             "step": [parse_requests(text).model_dump() for text in requests or ()] or None,
-            "mode": mode, "dtype": dtype, "variants": _variants(variant), "seed": seed, "weights": weights,
+            "mode": mode, "dtype": dtype, "variants": variants(variant), "seed": seed, "weights": weights,
             "timeout": timeout, "passes": graph_pass or None, "contract": contract,
             "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps, "device": device,
         }  # fmt: skip
@@ -125,7 +96,7 @@ def _run_and_exit(
     loaded: Scenario | None = None
     shrunk = shrunk and not launcher.under_torchrun()
     try:
-        with _exit_codes():
+        with exit_codes():
             loaded = load()
             summary = _run(loaded, out or default_out_dir(loaded), as_json)
     except typer.Exit as refused:  # by the static check, or by a rank: a smaller one is as welcome
@@ -200,7 +171,7 @@ def inject(
     as_json: JsonOption = False,
 ) -> None:
     """Run a scenario with a fault on purpose, list the faults, or show for all of them what finds them."""
-    with _exit_codes():
+    with exit_codes():
         if listed:
             report_faults.print_faults(list(FAULTS.values()))
             return
@@ -215,7 +186,7 @@ def inject(
     def load() -> Scenario:
         given = {
             "plan": plan, "parallel": {"tp": tp[0] if tp else None, "ep": ep}, "layers": layers,
-            "tokens": tokens[0] if tokens else None, "dtype": dtype, "variants": _variants(variant), "seed": seed,
+            "tokens": tokens[0] if tokens else None, "dtype": dtype, "variants": variants(variant), "seed": seed,
             "step": [parse_requests(text).model_dump() for text in requests or ()] or None, "timeout": timeout,
         }  # fmt: skip
         return matrix.faulty_scenario(find_fault(str(fault)), str(scenario), given)
@@ -244,21 +215,11 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check the traces of an earlier run against a contract."""
-    with _exit_codes():
+    with exit_codes():
         loaded = load_contract(contract)
         result = check_folder(loaded, [read_trace(path) for path in trace_files(trace_dir)], step)
         print(json.dumps(result)) if as_json else report.print_check(contract, result)
     raise typer.Exit(0 if result["verdict"] == "pass" else 1)
-
-
-@plan_app.command("show")
-def plan_show(
-    name: Annotated[str, typer.Argument(help="Plan name or TOML file.")],
-    variant: Annotated[list[str] | None, typer.Option(help="Plan variant key=value; repeatable.")] = None,
-) -> None:
-    """Print a plan's table with the chosen variants."""
-    with _exit_codes():
-        report.print_plan(load_plan(name, _variants(variant)))
 
 
 @app.command("profiles")

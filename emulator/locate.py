@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from emulator.layout.plan import module_pattern
+from emulator.layout.plan import layer_of, module_pattern
 from emulator.layout.rank_graph import RankGraph
 from emulator.model.program import Program
 from emulator.ops.foreign import function_name
@@ -18,7 +18,6 @@ from emulator.prepare import Prepared, reference_of
 from emulator.rank import Retrace, retrace_on_rank
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.world import World
-from emulator.trace.summary import layer_of
 from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin
 from emulator.verify.choices import choices_of
 from emulator.verify.diagnosis import diagnose

@@ -144,7 +144,13 @@ def _parts(
     for requests, count in zip(step, counts):
         # a batch without tokens keeps one padding row per rank, so that its ranks join every collective
         rows = max(counts) if plan.pads_to_dp_max else count
-        rank_graph = graphs.of(plan, Tokens(count, mesh.tp, max(rows, 1)))
+        order = plan.order if mesh.tp > 1 else "contiguous"
+        if scenario.fault and order != "contiguous":
+            raise UsageError(
+                f"fault {scenario.fault}: plan {plan.name} has its tokens in {order} order, and faults know contiguous "
+                "windows only"
+            )
+        rank_graph = graphs.of(plan, Tokens(count, mesh.tp, max(rows, 1), order))
         symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
         own = tuple(requests)
         parts.append(

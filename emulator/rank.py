@@ -61,7 +61,7 @@ def _run_step(part: Prepared, context: RankContext, writer: TraceWriter, caches:
     common = _common(part, context, writer)
     values: ValueReport | None = None
     if part.scenario.mode == "shape":
-        _run_shapes(part, context.rank, common)
+        run_shapes(part, context.rank, common)
     else:
         check, executor = _value_run(part, context.rank, common, caches)
         executor.run()
@@ -145,7 +145,8 @@ def _value_run(
     return check, executor
 
 
-def _run_shapes(part: Prepared, rank: int, common: dict[str, Any]) -> None:
+def run_shapes(part: Prepared, rank: int, common: dict[str, Any]) -> None:
+    """A rank's run of a step on shapes only."""
     config = part.config
     tokens = [peer.tokens for peer in part.peers]
     shapes = ShapeMode(
@@ -200,6 +201,7 @@ def step_header(part: Prepared) -> dict[str, Any]:
     plan = part.rank_graph.plan
     return {
         "phase": part.phase, "plan": plan.name, "variants": dict(plan.variants), "symbols": part.symbols,
+        "order": part.rank_graph.tokens.order,
         "requests": [[r.query, r.context] for r in part.requests],
     }  # fmt: skip
 

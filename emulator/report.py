@@ -168,6 +168,19 @@ def print_check(contract: str, result: dict[str, Any]) -> None:
     print(f"contract {contract} on {result['ranks']} ranks: {result['verdict']}")
 
 
+def print_plan_check(result: dict[str, Any]) -> None:
+    """Where a plan and a contract differ."""
+    for difference in result["differences"][:20]:
+        layers = difference["layers"]
+        also = f" ({len(layers)} layers)" if len(layers) > 1 else ""
+        print(f"{difference['detail']}{also}; expected {difference['expected']}, found {difference['found']}")
+    if len(result["differences"]) > 20:
+        print(f"... and {len(result['differences']) - 20} more")
+    if result["first_boundary"]:
+        print(f"first differing boundary: {result['first_boundary']}")
+    print(f"plan {result['plan']} against contract {result['contract']}: {result['verdict']}")
+
+
 def print_plan(plan: Plan) -> None:
     """A plan's resolved table."""
     console = _console()

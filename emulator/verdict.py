@@ -8,10 +8,10 @@ import torch
 
 from emulator.cost.summary import price_folder
 from emulator.errors import UsageError
+from emulator.layout.plan import layer_of
 from emulator.layout.rank_graph import Violation
 from emulator.layout.windows import GlobalBatch, check_invariants, local_batches
 from emulator.prepare import Prepared
-from emulator.trace.summary import layer_of
 
 
 def summarise(
@@ -158,7 +158,8 @@ def _window_problems(part: Prepared) -> list[str]:
     tokens = part.rank_graph.tokens
     slots = part.batch.slots.tolist() if part.batch is not None else range(tokens.real)
     batch = GlobalBatch(tuple(requests), tuple(slots), tokens.padded)
-    return check_invariants(batch, local_batches(batch, parts=tokens.parts))
+    runs = tokens.parts * len(tokens.windows(0))  # a rank's rows are one run, or several in another token order
+    return check_invariants(batch, local_batches(batch, parts=runs))
 
 
 def _in_eps(values: list[dict[str, Any]], dtype: torch.dtype) -> float | None:

@@ -7,7 +7,7 @@ from torch import fx
 
 from emulator.layout.placement import Layout
 from emulator.layout.propagation import propagate
-from emulator.layout.rank_graph import Boundary, RankGraph
+from emulator.layout.rank_graph import Boundary, RankGraph, in_order
 from emulator.ops.registry import op_name
 from emulator.ops.transition import TRANSITIONS
 
@@ -74,8 +74,7 @@ def boundaries(graph: fx.Graph) -> list[Boundary]:
         for operand in node.all_input_nodes:
             for module, port, at in _edges(operand, node):
                 edges.setdefault(Boundary(module, port, at.name))
-    order = {node.name: i for i, node in enumerate(graph.nodes)}
-    return sorted(edges, key=lambda b: (order[b.node], b.port != "output", -len(b.module)))
+    return in_order(edges, graph)
 
 
 def _edges(operand: fx.Node, consumer: fx.Node) -> Iterable[tuple[str, str, fx.Node]]:

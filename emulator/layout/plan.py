@@ -7,29 +7,37 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from torch.distributed.tensor.placement_types import Placement
 
 from emulator import profiles
 from emulator.errors import UsageError, first_problem
 from emulator.layout.placement import Kind, parse_want, parse_weight
+from emulator.ops.transition import Order
 
 
 class Row(BaseModel):
     """One module's line: layout its inputs are brought to, placement of its weights, layout its outputs leave in. use:
-    replicated gathers stored weight shards into whole weights where they are used."""
+    replicated gathers stored weights into whole ones where they are used.
+
+    start: the collective that brings its input (or whole weight) is started before the first op of this module of the
+    layer, and waited for where it is needed ("" starts it there). ahead: that many layers earlier; the first layers'
+    weights are then there when a step begins, and are brought at its end for the next one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     input: str | None = None
     weight: str | None = None
     output: str | None = None
     use: Literal["stored", "replicated"] | None = None
+    start: str | None = None
+    ahead: NonNegativeInt | None = None
 
 
 class PlanFile(BaseModel):
-    """A plan's TOML file. `extends` names a plan whose rows, variants, contract, pad, decode and needs come first;
-    contract "" has none. pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks.
-    decode: the plan of decode steps, in place of this one. needs: structure that a model must have for this plan."""
+    """A plan's TOML file. `extends` names a plan whose rows, variants and other fields come first; contract "" has none.
+    pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks. decode: the plan of
+    decode steps, in place of this one. needs: structure that a model must have for this plan. order: in which tokens
+    are dealt out to the tp ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     description: str
@@ -38,6 +46,7 @@ class PlanFile(BaseModel):
     pad: Literal["own", "dp_max"] | None = None
     decode: str | None = None
     needs: Literal["dsa"] | None = None
+    order: Order | None = None
     modules: dict[str, Row] = {}
     variants: dict[str, "Variant"] = {}
 
@@ -62,6 +71,7 @@ class Plan:
     pad: Literal["own", "dp_max"] = "own"
     decode: str | None = None
     needs: Literal["dsa"] | None = None
+    order: Order = "contiguous"
 
     @property
     def pads_to_dp_max(self) -> bool:
@@ -88,7 +98,13 @@ class Plan:
 
     def weight_of(self, module: str) -> dict[str, Placement]:
         row = self.row(module)
-        return parse_weight(row.weight, f"plan {self.name}, {module}") if row and row.weight else {}
+        where = f"plan {self.name}, {module}"
+        return parse_weight(row.weight, where, layer_of(module) or 0) if row and row.weight else {}
+
+    def start_of(self, module: str) -> tuple[str, int] | None:
+        """(pattern of the module before which the module's collective is started, layers ahead)."""
+        row = self.row(module)
+        return (row.start, row.ahead or 0) if row and row.start else None
 
     def check_modules(self, modules: Iterable[str]) -> None:
         """Raises UsageError for a row that names no module of the model family."""
@@ -98,6 +114,9 @@ class Plan:
                 close = ", ".join(sorted(k for k in known if k.rpartition(".")[2] == pattern.rpartition(".")[2]))
                 hint = f"; did you mean {close}?" if close else "; see `emulator plan show tp` for the names"
                 raise UsageError(f"plan {self.name}: row {pattern!r} matches no module{hint}")
+            start = self.rows[pattern].start
+            if start and start not in known:
+                raise UsageError(f"plan {self.name}: {pattern} starts before {start!r}, which is no module")
 
 
 # modules that only some layers or models have: a cut model may lack them, and the row is right all the same
@@ -123,6 +142,11 @@ def _pattern_of(module: str) -> str:
 def module_pattern(module: str) -> str:
     """A module's name with `*` for its layer number."""
     return _pattern_of(module)
+
+
+def layer_of(module: str) -> int | None:
+    """Layer number in a qualified module name."""
+    return next((int(part) for part in module.split(".") if part.isdigit()), None)
 
 
 def _read(name: str) -> tuple[Path, PlanFile]:
@@ -174,7 +198,8 @@ def load_plan(name: str, variants: Mapping[str, str] | None = None) -> Plan:
     pad: Literal["own", "dp_max"] = next((f.pad for f in reversed(chain) if f.pad is not None), "own")
     decode = next((f.decode for f in reversed(chain) if f.decode is not None), None) or None
     needs: Literal["dsa"] | None = next((f.needs for f in reversed(chain) if f.needs is not None), None)
-    return Plan(stem, file.description, contract, settled, rows, pad, decode, needs)
+    order: Order = next((f.order for f in reversed(chain) if f.order is not None), "contiguous")
+    return Plan(stem, file.description, contract, settled, rows, pad, decode, needs, order)
 
 
 def plan_for(name: str, variants: Mapping[str, str] | None, phase: str) -> Plan:

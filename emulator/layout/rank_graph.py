@@ -1,6 +1,6 @@
 """The rank graph: the one SPMD graph that every rank runs, with a layout on every value."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -33,6 +33,12 @@ class Boundary:
     module: str
     port: str
     node: str
+
+
+def in_order(edges: Iterable[Boundary], graph: fx.Graph) -> list[Boundary]:
+    """Boundaries in the order in which a rank meets them: outputs of a node before inputs; else as they were found."""
+    order = {node.name: i for i, node in enumerate(graph.nodes)}
+    return sorted(edges, key=lambda b: (order[b.node], b.port == "input"))
 
 
 @dataclass(frozen=True)

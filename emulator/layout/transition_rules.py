@@ -7,7 +7,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from emulator.layout.placement import Layout, Tokens, placement_word
-from emulator.ops.registry import LOCAL, PARTIAL, Illegal, Mixed, R
+from emulator.ops.registry import LOCAL, PARTIAL, Illegal, Mixed, Owned, R
 
 
 def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens: Tokens) -> tuple[Layout, bool]:
@@ -19,9 +19,15 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
     assert isinstance(source, fx.Node)
     layout, padded = source.meta["layout"], bool(source.meta.get("padded"))
     if name in ("pad", "unpad"):
-        return _padding(name, layout, padded, node.args[2], tokens)
+        return _padding(name, node, layout, padded, tokens)
     if name in ("local_query_lens", "local_kv_lens"):
         return layout.placed(tp=LOCAL), False
+    if name == "wait":
+        return layout, padded
+    if name == "regroup":
+        return _regroup(layout, padded, sizes, tokens), False
+    if name == "local_block_table":
+        return layout, False
     axis = axis_of(name, node)
     if axis not in sizes:
         raise Illegal(f"there is no mesh axis {axis!r}", ", ".join(sizes), (layout, padded))
@@ -38,15 +44,20 @@ def transition_layout(name: str, node: fx.Node, sizes: Mapping[str, int], tokens
         still_padded = name == "reduce_scatter" and tokens.parts == 1 and tokens.padded != tokens.real
         return _group(name, layout, tokens), still_padded
     dims = [d % 8 if d < 0 else d for d in node.args[3:]]  # type: ignore[operator]
-    target, problem = _move(name, layout.on(axis), dims, sizes[axis])
+    if name == "broadcast":
+        target, problem = _broadcast(layout.on(axis), node.args[3])
+    else:
+        target, problem = _move(name, layout.on(axis), dims, sizes[axis])
     cut = (name in ("slice", "reduce_scatter", "all_to_all")) and dims[0] == 0
     joined = (name == "all_gather" and dims[0] == 0) or (name == "all_to_all" and dims[1] == 0)
     is_token = layout.kind == "token" and axis == "tp"
-    needs_pad = cut and is_token and tokens.padded != tokens.real
-    out_padded = (joined and is_token and tokens.padded != tokens.real) or (padded and not cut)
+    needs_pad = cut and is_token and tokens.rearranged
+    out_padded = (joined and is_token and tokens.rearranged) or (padded and not cut)
     result = layout.placed(**{axis: target}), out_padded
     if problem is None and needs_pad and not padded:
         reason = f"{tokens.real} rows do not divide over {tokens.parts} ranks"
+        if tokens.padded == tokens.real:
+            reason = f"the ranks own rows in {tokens.order} order"
         problem = reason, f"rows padded to {tokens.padded} first"
     if problem is not None:
         raise Illegal(problem[0], problem[1], result)
@@ -60,15 +71,30 @@ def axis_of(name: str, node: fx.Node) -> Any:
     return node.args[{"all_to_all_rows": 3, "slice_rows": 2, "local_kv_lens": 2}.get(name, 1)]
 
 
-def _padding(name: str, layout: Layout, padded: bool, length: Any, tokens: Tokens) -> tuple[Layout, bool]:
+def _padding(name: str, node: fx.Node, layout: Layout, padded: bool, tokens: Tokens) -> tuple[Layout, bool]:
+    length, arrangement = node.args[2], node.args[3:]
     want, have = (tokens.padded, False) if name == "pad" else (tokens.real, True)
     result = layout, name == "pad"
+    if arrangement != tokens.arrangement:
+        order = arrangement[0] if arrangement else "contiguous"
+        raise Illegal(f"{name} to {order} order", f"the ranks' order, {tokens.order}", result)
     if layout.on("tp") == LOCAL:
         raise Illegal("a rank's rows hold their padding already", "full-token or partial", result)
     if padded != have or length != want:
         word = "padded already" if padded else "not padded"
         raise Illegal(f"{name} to {length} of rows that are {word}", f"{name} to {want}, once", result)
     return result
+
+
+def _regroup(layout: Layout, padded: bool, sizes: Mapping[str, int], tokens: Tokens) -> Layout:
+    """Full rows as the joined rows of an ep group."""
+    group = Layout("group", (), tokens)
+    if sizes["ep"] != sizes["tp"]:
+        found = f"an ep group of {sizes['ep']} ranks does not hold the rows of {sizes['tp']} tp ranks"
+        raise Illegal(found, "ep equal to tp", (group, False))
+    if layout.kind != "token" or layout.placements or padded != tokens.rearranged:
+        raise Illegal(f"{layout} taken for the rows of a group", "full-token, in the ranks' order", (group, False))
+    return group
 
 
 def _group(name: str, layout: Layout, tokens: Tokens) -> Layout:
@@ -96,6 +122,12 @@ def _rows(layout: Layout, tp: int) -> Layout:
             "every rank dispatched every row: each would reach its expert tp times", "token-rows", (where, False)
         )
     return layout.placed(tp=R, ep=LOCAL)
+
+
+def _broadcast(source: Placement, owner: Any) -> tuple[Placement, tuple[str, str] | None]:
+    if source == Owned(owner):
+        return R, None
+    return R, (f"rank {owner} would overwrite what is {placement_word(source, 'weight')}", f"owner({owner})")
 
 
 def _move(name: str, source: Placement, dims: list[int], size: int) -> tuple[Placement, tuple[str, str] | None]:

@@ -21,15 +21,13 @@ class Step:
     args: tuple[Any, ...]
 
 
-def transition_steps(
-    source: Placement, target: Placement, axis: str, size: int, real: int, padded: int
-) -> list[Step] | None:
+def transition_steps(source: Placement, target: Placement, axis: str, size: int, tokens: Tokens) -> list[Step] | None:
     """Steps that bring a token value from `source` to `target` on `axis`; None when there is no sound way.
 
-    Padding is added on the way to local-token and removed on the way back, as its own step.
+    Rows are padded and put into the ranks' order on the way to local-token, and back, as a step of its own.
     """
-    pad = [Step("pad", (0, padded))] if padded != real else []
-    unpad = [Step("unpad", (0, real))] if padded != real else []
+    pad = [Step("pad", (0, tokens.padded, *tokens.arrangement))] if tokens.rearranged else []
+    unpad = [Step("unpad", (0, tokens.real, *tokens.arrangement))] if tokens.rearranged else []
     if source == PARTIAL and target == R:
         return [Step("all_reduce", (axis, size))]
     if source == PARTIAL and target == LOCAL:

@@ -39,6 +39,23 @@ class Mixed(Placement):
         return f"Mixed({self.value})"
 
 
+class Owned(Placement):
+    """The whole value is on one rank of the axis, and the others have nothing of it (layer-sharded weights)."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owned) and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash(("Owned", self.index))
+
+    def __repr__(self) -> str:
+        return f"Owned({self.index})"
+
+
 class Illegal(Exception):
     """A combination of placements that an op does not allow.
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from emulator.errors import UsageError
-from emulator.layout.rank_graph import Boundary, RankGraph
+from emulator.layout.rank_graph import Boundary, RankGraph, in_order
 from emulator.ops.region import MARKERS
 from emulator.ops.registry import op_name
 from emulator.passes.layers import Layer, is_cache_index, layer_of, shifted, split_layers
@@ -137,7 +137,7 @@ class _Folding:
     def result(self) -> RankGraph:
         named = {node.name: node for node in self.full.graph.nodes}
         edges = [replace(b, node=env[named[b.node]].name) for b, env in self.edges]
-        return replace(self.full, graph=self.graph, boundaries=_in_order(edges, self.graph))
+        return replace(self.full, graph=self.graph, boundaries=in_order(edges, self.graph))
 
 
 def expand(rank_graph: RankGraph) -> RankGraph:
@@ -265,9 +265,4 @@ class _Expansion:
             region = inside.get(node) or of_layer.get(layer_of(boundary.module))  # type: ignore[arg-type]
             for by, env in region.layers if region else [(0, self.env)]:
                 edges.append(Boundary(shifted(boundary.module, by), boundary.port, env[node].name))
-        return _in_order(edges, self.graph)
-
-
-def _in_order(edges: list[Boundary], graph: fx.Graph) -> list[Boundary]:
-    order = {node.name: i for i, node in enumerate(graph.nodes)}
-    return sorted(edges, key=lambda b: (order[b.node], b.port != "output", -len(b.module)))
+        return in_order(edges, self.graph)

@@ -131,7 +131,7 @@ class _Rewrite:
         tokens, placement = self.old.tokens, value.meta["layout"].on(_AXIS)
         reduction = next((u for u in source.users if op_name(u.target) in ("all_reduce", "reduce_scatter")), None)
         axis = reduction.args[1] if reduction is not None and isinstance(placement, Partial) else _AXIS
-        steps = transition_steps(placement, wanted, str(axis), self.size, tokens.real, tokens.padded)
+        steps = transition_steps(placement, wanted, str(axis), self.size, tokens)
         assert steps is not None, f"{value.name}: no transition from {placement} to {wanted}"
         node = value
         for step in steps:

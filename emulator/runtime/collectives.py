@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emulator.ops.transition import local_lengths
+from emulator.ops.transition import window_lengths, windows_of
 from emulator.runtime.board import AXES, Board, CallMismatch, compare_calls, compare_pairs
 from emulator.runtime.comm_call import CommCall, num_bytes, sent_bytes
 from emulator.runtime.comm_log import CommLog
@@ -58,6 +58,8 @@ class Collectives:
             "shape": list(x.shape),
             "layout": layout,
         }
+        if op == "broadcast":  # only the owner holds the value
+            call["shape"] = [args[3], *x.shape[1:]]
         call["dim"] = [] if op == "all_to_all_rows" else list(args[2:])
         logged = self._log(call, args)
         if op == "all_to_all_rows":
@@ -69,13 +71,13 @@ class Collectives:
         return output
 
     def _local_lengths(self, op: str, x: Tensor, args: tuple) -> Tensor:
-        """Per-request lengths of this rank's window."""
+        """Per-request lengths of this rank's windows."""
         if self.evaluate is not None:
             return self.evaluate(getattr(torch.ops.emulator, op), (x, *args), {})
-        axis, _, per = args[-3:]
-        start = self.mesh.index(axis, self.rank) * per
+        axis, size, per, order = args[-4:]
+        windows = windows_of(order, size, per, self.mesh.index(axis, self.rank))
         queries, keys = (args[0], x) if op == "local_kv_lens" else (x, x)
-        return local_lengths(queries, keys, start, start + per)[op == "local_kv_lens"]
+        return window_lengths(queries, keys, windows)[op == "local_kv_lens"]
 
     def _collective(self, op: str, x: Tensor, args: tuple, call: dict[str, Any], ids: Tensor | None) -> Tensor:
         axis = args[0]
@@ -130,6 +132,9 @@ class Collectives:
             return self.transport.all_reduce(x, axis)
         if op == "reduce_scatter":
             return self.transport.reduce_scatter(x.movedim(dims[0], 0), axis).movedim(0, dims[0])
+        if op == "broadcast":
+            owner, rows = dims
+            return self.transport.broadcast(x, axis, owner, (rows, *x.shape[1:]))
         if op == "all_gather":
             return self.transport.all_gather(x.movedim(dims[0], 0), axis).movedim(0, dims[0]).contiguous()
         assert op == "all_to_all", op
@@ -154,6 +159,19 @@ class Collectives:
         return self.transport.all_to_all(rows, axis, send, receive)
 
 
+class Unattended(Collectives):
+    """One rank's calls without the others, for shapes only: no call is compared with another's."""
+
+    def _agree(self, axis: str, call: dict[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
+        return [call]
+
+    def _all_to_all_rows(
+        self, rows: Tensor, send: list[int], receive: list[int], axis: str, size: int, *, call: dict[str, Any]
+    ) -> Tensor:
+        assert self.evaluate is not None
+        return self.evaluate(torch.Tensor.new_empty, (rows, (sum(receive), *rows.shape[1:])), {})
+
+
 def splits(counts: Tensor, size: int) -> list[int]:
     """Rows per rank of a counts matrix: [size, X] (rows from each source for each expert here) sums over experts;
     [1, E] (rows here for each expert) sums each rank's block of experts."""
@@ -162,7 +180,7 @@ def splits(counts: Tensor, size: int) -> list[int]:
 
 def bytes_sent(op: str, x: Tensor, size: int, kept_rows: int = 0) -> int:
     """Bytes one rank sends in a transition op (formulas: comm_call.sent_bytes); `slice` sends none. An even all_to_all
-    keeps x/size, an uneven one kept_rows of its rows."""
+    keeps x/size, an uneven one kept_rows of its rows. Who sends nothing in a broadcast holds nothing either."""
     total = num_bytes(x)
     if op == "all_to_all_rows":
         return sent_bytes("all_to_all", x, size, kept=total // max(x.shape[0], 1) * kept_rows)

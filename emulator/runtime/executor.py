@@ -12,6 +12,7 @@ from emulator.ops.registry import OPS, op_name
 from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.board import Board
 from emulator.runtime.collectives import Collectives, splits
+from emulator.runtime.live_memory import LiveMemory
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.recorder import Recorder
 from emulator.runtime.shadow import Shadow
@@ -63,6 +64,7 @@ class Executor:
         collectives.on_mixed = self._on_mixed
         collectives.evaluate = shapes.call if shapes is not None else None
         self.node: fx.Node | None = None
+        self.memory = LiveMemory()
         self.capture = frozenset(capture)
         self.captured: dict[str, tuple[Any, Tensor | None]] = {}
 
@@ -79,6 +81,7 @@ class Executor:
                 self.env[node] = self.weights(node.target, node.meta["layout"])
             else:
                 self.env[node] = self._call(node)
+            self.memory.appeared(node, self.env.get(node))
             if self.shadow is not None and node.op in ("placeholder", "call_function"):
                 self._follow_tokens(node)
             if node.name in self.capture:
@@ -87,8 +90,10 @@ class Executor:
                 self.recorder.boundary(node, self.env[node], edge.module, edge.port)
             for dead in self.frees.get(node, ()):
                 self.env.pop(dead, None)
+                self.memory.dropped(dead)
                 if self.shadow is not None:
                     self.shadow.drop(dead)
+        self.recorder.memory(self.memory.report())
         return result
 
     def _keep(self, node: fx.Node) -> None:
@@ -113,8 +118,10 @@ class Executor:
             return value
         if name == "slice_rows" and self.shapes is not None:
             value = self.shapes.own_rows(args[0])
-        elif name in ("pad", "unpad"):
+        elif name in ("pad", "unpad", "local_block_table"):
             value = self._evaluate(node, args)
+        elif name in ("wait", "regroup"):  # the collective moved its data when it started; the rows are the same rows
+            value = args[0]
         else:
             value = self._move(name, node, args) if name in TRANSITIONS else self._compute(name, node, args)
         self.recorder.op(node, name, args, value, start)

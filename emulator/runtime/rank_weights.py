@@ -6,6 +6,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from emulator.layout.placement import Layout
 from emulator.model.weights import parameter_dtype
+from emulator.ops.registry import Owned
 from emulator.runtime.mesh import Mesh
 
 
@@ -18,13 +19,17 @@ def local_shard(weight: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor
             weight = weight.chunk(mesh.sizes[axis], placement.dim)[index]
         elif isinstance(placement, Partial) and index > 0:
             weight = torch.zeros_like(weight)
+        elif isinstance(placement, Owned) and index != placement.index:
+            weight = weight[:0]
     return weight
 
 
-def fake_shard(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> Tensor:
+def fake_shard(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """A tensor of this rank's shape and dtype in the current fake mode."""
     local = list(shape)
     for axis, placement in layout.placements:
         if isinstance(placement, Shard):
             local[placement.dim] //= mesh.sizes[axis]
+        elif isinstance(placement, Owned) and mesh.index(axis, rank) != placement.index:
+            local[0] = 0
     return torch.empty(local, dtype=parameter_dtype(name, dtype))

@@ -7,16 +7,17 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from emulator.layout.placement import Layout, Tokens
+from emulator.layout.plan import layer_of
 from emulator.ops.registry import OPS, R
 from emulator.ops.transition import COLLECTIVES, TRANSITIONS
 from emulator.runtime.collectives import bytes_sent
 from emulator.runtime.mesh import Mesh
 from emulator.trace.record import TraceWriter
-from emulator.trace.summary import layer_of
 
 _TRANSITION_ATTRS = {
-    "pad": ("dim", "length"),
-    "unpad": ("dim", "length"),
+    "pad": ("dim", "length", "order", "parts"),
+    "unpad": ("dim", "length", "order", "parts"),
+    "broadcast": ("", "", "owner"),
     "all_to_all": ("", "", "dim", "concat_dim"),
     "all_gather": ("", "", "dim"),
     "reduce_scatter": ("", "", "dim"),
@@ -49,6 +50,10 @@ class Recorder:
             sent = bytes_sent(name, args[0], size)
         elif name == "grouped_matmul" and not isinstance(args[2], FakeTensor):
             attrs["expert_rows"] = args[2].sum(0).tolist()  # of each expert held here
+        if "async" in node.meta and name in COLLECTIVES:
+            attrs["async"] = node.meta["async"]
+        if name == "wait":
+            attrs["of"] = node.args[0].name
         self._append(
             node,
             start,
@@ -93,6 +98,10 @@ class Recorder:
             }
         )
 
+    def memory(self, report: dict[str, Any]) -> None:
+        """The peak of what the rank held in this step (LiveMemory.report)."""
+        self.writer.append({"kind": "memory", "phase": self.phase, **report})
+
     def _append(self, node: fx.Node, start: float, **fields: Any) -> None:
         module = node.meta["module"]
         self.writer.append(
@@ -110,7 +119,7 @@ class Recorder:
         )
 
     def _window(self, layout: Layout) -> list[int] | None:
-        if layout.kind != "token" or layout.on("tp") == R:
+        if layout.kind != "token" or layout.on("tp") == R or self.tokens.order != "contiguous":
             return None
         return list(self.tokens.window(self.mesh.index("tp", self.rank)))
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from emulator.layout.placement import Layout, Tokens
 from emulator.ops.registry import LOCAL, op_name
-from emulator.ops.transition import TRANSITIONS, pad_rows
+from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.collectives import Collectives
 
 
@@ -64,10 +64,10 @@ class Shadow:
         ids, name = self.ids[source], op_name(node.target)
         names = {"node": node.name, "module": node.meta["module"], "layout": "token ids"}
         if name == "pad":
-            return pad_rows(ids, 0, args[1]) if args[0] == 0 else ids
+            return torch.ops.emulator.pad(ids, *args) if args[0] == 0 else ids
         if name == "unpad":
-            return ids[: args[1]] if args[0] == 0 else ids
-        if name == "all_reduce":
+            return torch.ops.emulator.unpad(ids, *args) if args[0] == 0 else ids
+        if name in ("all_reduce", "wait", "regroup"):
             return ids
         axis, size, *dims = args
         if name in ("slice", "reduce_scatter"):  # a reduction leaves each rank its block of the (common) rows

@@ -20,12 +20,16 @@ class ShapeMode:
     """One rank's stand-ins for values. tokens: of every dp rank; k: experts per token. Use inside a FakeTensorMode."""
 
     def __init__(self, mesh: Mesh, rank: int, tokens: Sequence[Tokens], num_experts: int, k: int, dtype: torch.dtype):
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh, self.rank, self.dtype = mesh, rank, dtype
         self._known: dict[Any, Any] = {}
         sources = mesh.members("ep", rank)
-        windows = [tokens[mesh.index("dp", s)].window(mesh.index("tp", s)) for s in sources]
-        before = [sum(t.real for t in tokens[: mesh.index("dp", s)]) for s in sources]  # tokens of earlier dp ranks
-        per_source = [_expert_counts((b + lo, b + hi), num_experts, k) for b, (lo, hi) in zip(before, windows)]
+        per_source = []
+        for source in sources:
+            dp = mesh.index("dp", source)
+            before, own = sum(t.real for t in tokens[:dp]), tokens[dp]  # tokens of earlier dp ranks
+            windows = own.windows(mesh.index("tp", source))
+            real = [(before + min(lo, own.real), before + min(hi, own.real)) for lo, hi in windows]
+            per_source.append(_expert_counts(real, num_experts, k))
         me, held = mesh.index("ep", rank), num_experts // mesh.ep
         mine = per_source[me]
         self.num_rows, self.group_rows = sum(mine), sum(map(sum, per_source))
@@ -43,7 +47,7 @@ class ShapeMode:
         """This rank's part of a parameter."""
         key = (name.rpartition(".")[2], shape, layout.placements)
         if key not in self._known:
-            self._known[key] = fake_shard(name, shape, self.dtype, layout, self.mesh)
+            self._known[key] = fake_shard(name, shape, self.dtype, layout, self.mesh, self.rank)
         return self._known[key]
 
     def dispatch(
@@ -63,14 +67,13 @@ class ShapeMode:
         return (there, back) if str(node.meta["layout"]) == "expert-rows" else (back, there)
 
 
-def _expert_counts(window: tuple[int, int], num_experts: int, k: int) -> list[int]:
-    """Rows per expert of the tokens in a window under balanced routing."""
-    first, last = window[0] * k, window[1] * k
+def _expert_counts(windows: Sequence[tuple[int, int]], num_experts: int, k: int) -> list[int]:
+    """Rows per expert of the tokens in some windows under balanced routing."""
 
     def below(limit: int, expert: int) -> int:
         return (limit - expert + num_experts - 1) // num_experts
 
-    return [below(last, e) - below(first, e) for e in range(num_experts)]
+    return [sum(below(hi * k, e) - below(lo * k, e) for lo, hi in windows) for e in range(num_experts)]
 
 
 def _signature(args: Any) -> Any:

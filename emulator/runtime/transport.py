@@ -1,6 +1,6 @@
 """How tensors travel between ranks: one small interface, and process groups behind it. All on dim 0."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor: ...
     def all_gather(self, x: Tensor, axis: str) -> Tensor: ...
     def all_to_all(self, x: Tensor, axis: str, send: list[int], receive: list[int]) -> Tensor: ...
+    def broadcast(self, x: Tensor, axis: str, owner: int, shape: Sequence[int]) -> Tensor: ...
 
 
 class GroupTransport:
@@ -46,6 +47,15 @@ class GroupTransport:
         output = x.new_empty((sum(receive), *x.shape[1:]))
         options = dist.AllToAllOptions()
         self.groups[axis].all_to_all_single(output, x.contiguous(), receive, send, options).wait()
+        return output
+
+    def broadcast(self, x: Tensor, axis: str, owner: int, shape: Sequence[int]) -> Tensor:
+        """The owner's x, of that shape; the others' x may be empty."""
+        members = self.mesh.members(axis, self.rank)
+        output = x.contiguous().clone() if members[owner] == self.rank else x.new_empty(tuple(shape))
+        options = dist.BroadcastOptions()
+        options.rootRank = owner
+        self.groups[axis].broadcast([output], options).wait()
         return output
 
 

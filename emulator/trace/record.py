@@ -2,13 +2,17 @@
 
 The first line is a header {schema, rank, mesh, scenario, model, mode, dtype}. Then, by `kind`:
 
-step: what the records up to the next one belong to: step (number), phase, plan, variants, symbols, requests ([query,
-context] of each).
+step: what the records up to the next one belong to: step (number), phase, plan, variants, symbols, order (in which the
+tokens are dealt out to tp ranks), requests ([query, context] of each).
 
 op: seq, node (graph name), op, module (qualified name), layer, phase, group (mesh axis or null), inputs and outputs
-(lists of {shape, dtype, layout}), attrs (static arguments), window ([start, end) of this rank's real tokens, for local
-values), traffic (payload is counted; metadata, such as split sizes and masks, and verification, token ids, are not),
+(lists of {shape, dtype, layout}), attrs (static arguments; async: the node that waits for this collective; of: the
+collective that a wait waits for), window ([start, end) of this rank's real tokens, for local values in contiguous
+order), traffic (payload is counted; metadata, such as split sizes and masks, and verification, token ids, are not),
 bytes (sent by this rank), start and duration (seconds of wall time).
+
+memory: at the end of a step, the peak of activations and communication buffers on this rank: peak_bytes, node, op,
+module, by_category, live (the largest values then), modules (peak while each module ran).
 
 boundary: seq, node, module, port (input, output, output1), value (token, rows or cache), layer, phase, shape, dtype,
 layout, window: a value crossing a module's edge.

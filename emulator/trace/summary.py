@@ -5,7 +5,7 @@ from typing import Any
 
 from emulator.layout.plan import module_pattern
 
-COUNTED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
+COUNTED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "slice")
 
 
 def summarise_collectives(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,11 +57,3 @@ def collective_log(records: Iterable[dict[str, Any]]) -> list[tuple]:
         for r in records
         if r["kind"] == "op" and r["group"] is not None and r["op"] != "slice" and r["traffic"] != "verification"
     ]
-
-
-def layer_of(module: str) -> int | None:
-    """Layer number in a qualified module name."""
-    for part in module.split("."):
-        if part.isdigit():
-            return int(part)
-    return None

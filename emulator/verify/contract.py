@@ -157,7 +157,7 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
     breaches, met = [], Counter[int]()
     expected: dict[str, Any]
     for record in records:
-        if record["kind"] != "boundary" or record["value"] != "token":
+        if record["kind"] != "boundary" or record["value"] not in ("token", "group"):
             continue
         here = rules.get((module_pattern(record["module"]), record["port"]), [])
         fits = [rule for rule, shape in here if _matches(record["shape"], shape)]

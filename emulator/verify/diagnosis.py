@@ -92,6 +92,8 @@ HYPOTHESES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
 def diagnose(scene: Scene) -> Diagnosis:
     """The first hypothesis that holds; kind "unknown" with statistics when none does."""
     evidence = Evidence(scene)
+    if scene.tokens.order != "contiguous":  # the hypotheses speak of one window per rank
+        return _statistics(evidence) if evidence.compared else _shapes(evidence)
     for hypothesis in HYPOTHESES:
         if found := hypothesis(evidence):
             assert found.kind in KINDS, found.kind

@@ -75,16 +75,14 @@ class Expectation:
         return value.chunk(self.mesh.tp, placement.dim)[index] if isinstance(placement, Shard) else value
 
     def _window(self, value: Tensor, index: int) -> Tensor:
-        start, end = self.tokens.window(index)
-        return value[start:end]
+        return value[_own_tokens(self.tokens, index)]
 
     def _group(self, origin: str) -> Expected:
         """The local rows, padding included, of every rank of the ep group."""
         values, ids = [], []
         for rank in self.mesh.members("ep", self.rank):
             peer, index = self.peers[self.mesh.index("dp", rank)], self.mesh.index("tp", rank)
-            start, end = peer.tokens.window(index)
-            values.append(peer.reference[origin][start:end])
+            values.append(peer.reference[origin][_own_tokens(peer.tokens, index)])
             ids.append(peer.tokens.ids(index))
         return Expected(torch.cat(values), torch.cat(ids))
 
@@ -110,8 +108,10 @@ class Expectation:
             return Expected(torch.bincount(expert[picked], minlength=num_experts).unsqueeze(0), None)
         if origin == dispatch.order:
             k = self.reference[dispatch.ids].shape[1]
-            start = 0 if whole else self.tokens.window(self.mesh.index("tp", self.rank))[0]
-            return Expected(value[picked] - start * k, None)
+            if whole:
+                return Expected(value[picked], None)
+            at = torch.searchsorted(_own_tokens(self.tokens, self.mesh.index("tp", self.rank)), token[picked])
+            return Expected(at * k + value[picked] % k, None)
         return Expected(value[picked], None)
 
     def _group_rows(self, origin: str, dispatch: "_Dispatch") -> Expected | None:
@@ -144,8 +144,13 @@ class Expectation:
         return counts.chunk(self.mesh.ep)[self.mesh.index("ep", self.rank)]
 
     def _in_window(self, token: Tensor, rank: int, peer: Peer) -> Tensor:
-        start, end = peer.tokens.window(self.mesh.index("tp", rank))
-        return (token >= start) & (token < end)
+        return torch.isin(token, _own_tokens(peer.tokens, self.mesh.index("tp", rank)))
+
+
+def _own_tokens(tokens: Tokens, index: int) -> Tensor:
+    """Real tokens of a rank, ascending in every order."""
+    ids = tokens.ids(index)
+    return ids[ids >= 0]
 
 
 def _dispatched(dispatch: "_Dispatch", peer: Peer) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout
+from emulator.layout.plan import layer_of
 from emulator.layout.rank_graph import Boundary, RankGraph
 from emulator.model.program import Program
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.shadow import describe_ids
-from emulator.trace.summary import layer_of
 from emulator.verify.choices import choices_of, differing_rows, num_flips
 from emulator.verify.expected import Expectation, Expected, Peer, group_rows_of
 from emulator.verify.reference import Tolerance

@@ -10,6 +10,7 @@ from emulator.cost.mapping import Contradiction, Lengths, Place, load_kernels
 from emulator.errors import UsageError
 from emulator.ops.registry import OPS
 from emulator.profiles import root
+
 from .records import linear, op, tensor
 
 FULL = Lengths(12, (5, 3, 1), (5, 13, 101))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from emulator.layout.placement import Tokens
 from emulator.layout.transitions import Step, transition_steps
 from emulator.ops.registry import Mixed
 
@@ -41,8 +42,8 @@ ROWS = [pytest.param(*row, id=name) for name, *row in TABLE]
 
 @pytest.mark.parametrize(("source", "target", "ragged", "even"), ROWS)
 def test_steps(source: Placement, target: Placement, ragged: list[Step], even: list[Step]) -> None:
-    assert transition_steps(source, target, "tp", 4, 9, 12) == ragged
-    assert transition_steps(source, target, "tp", 4, 8, 8) == even
+    assert transition_steps(source, target, "tp", 4, Tokens(9, 4)) == ragged
+    assert transition_steps(source, target, "tp", 4, Tokens(8, 4)) == even
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,12 @@ def test_steps(source: Placement, target: Placement, ragged: list[Step], even: l
     ids=str,
 )
 def test_there_is_no_other_way(source: Placement, target: Placement) -> None:
-    assert transition_steps(source, target, "tp", 4, 8, 8) is None
+    assert transition_steps(source, target, "tp", 4, Tokens(8, 4)) is None
 
 
 def test_mixed_sums_go_on_only_as_the_reported_all_reduce() -> None:
-    assert transition_steps(Mixed(PARTIAL), LOCAL, "tp", 4, 8, 8) == [Step("all_reduce", ("tp", 4))]
-    assert transition_steps(Mixed(PARTIAL), R, "tp", 4, 8, 8) is None
+    assert transition_steps(Mixed(PARTIAL), LOCAL, "tp", 4, Tokens(8, 4)) == [Step("all_reduce", ("tp", 4))]
+    assert transition_steps(Mixed(PARTIAL), R, "tp", 4, Tokens(8, 4)) is None
 
 
 def cut(value: Tensor, placement: Placement, size: int, padded: int) -> list[Tensor]:
@@ -105,7 +106,7 @@ def test_steps_lead_to_the_target(
     size, padded = 4, -(-tokens // 4) * 4
     value = torch.randn(tokens, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     held = cut(value, source, size, padded)
-    steps = transition_steps(source, target, "tp", size, tokens, padded)
+    steps = transition_steps(source, target, "tp", size, Tokens(tokens, size))
     assert steps is not None
     for step in steps:
         held = perform(step, held)

@@ -9,6 +9,7 @@ from emulator.scenario import load_scenario, parse_requests
 from .test_batches import NINE_DECODES, WORKLOADS
 
 PLANS = ("dsa_cp_engine", "dsa_cp_engine_c")
+OTHERS = ("dsa_cp_engine_a", "sglang_in_seq", "sglang_round_robin", "vllm_sharded", "xllm_flashcomm1")
 
 
 def _summary(workload: str, plan: str, model: str = "glm-5.1-mini", **more) -> dict:
@@ -31,9 +32,16 @@ def test_workloads(workload, plan):
     assert {f"contract {era}_{phase}" for phase in phases} <= names
 
 
+@pytest.mark.parametrize("plan", OTHERS)
+@pytest.mark.parametrize("workload", ["mixed", "three_tokens"])
+def test_layouts_of_other_engines(workload, plan):
+    """Era A's layer-sharded weights, SGLang's token orders, vLLM's and xLLM's sequence parallelism."""
+    _summary(workload, plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["glm-5.1-mini", "deepseek-v3.2-mini"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *OTHERS])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("workload", [w for w, (_, dp, _) in WORKLOADS.items() if dp == 1])
 def test_all_workloads(workload, plan, tp, model):

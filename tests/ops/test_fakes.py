@@ -105,6 +105,7 @@ def test_every_op_is_compared() -> None:
 
 
 MOVES = [
+    ("broadcast", (0, 5), ("tp", 4, 1, 12), (12, 5)),  # the owner alone holds its rows
     ("all_reduce", (12, 5), ("tp", 4), (12, 5)),
     ("reduce_scatter", (12, 5), ("tp", 4, 0), (3, 5)),
     ("all_gather", (3, 5), ("tp", 4, 0), (12, 5)),
@@ -123,12 +124,15 @@ def test_shapes_of_transitions(name: str, shape: tuple[int, ...], args: tuple, e
         assert (tuple(moved.shape), moved.dtype) == (expected, torch.bfloat16)
 
 
-LENGTHS = ("local_query_lens", "local_kv_lens")  # as many as before
+LENGTHS = ("local_query_lens", "local_kv_lens", "local_block_table")  # as before, for each window
+SAME = ("wait", "regroup")
 
 
 def test_every_transition_has_a_shape_test() -> None:
     # all_to_all_rows and slice_rows depend on counts: the runtime knows their sizes, the fakes cannot
-    assert {m[0] for m in MOVES} | {"pad", "unpad", "all_to_all_rows", "slice_rows", *LENGTHS} == set(TRANSITIONS)
+    assert {m[0] for m in MOVES} | {"pad", "unpad", "all_to_all_rows", "slice_rows", *LENGTHS, *SAME} == set(
+        TRANSITIONS
+    )
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "slice"])
@@ -138,7 +142,18 @@ def test_a_cut_that_does_not_divide_is_caught(name: str) -> None:
         getattr(ops, name)(torch.empty(9, 5), "tp", 4, 0)
 
 
-@pytest.mark.parametrize("name", sorted(set(TRANSITIONS) - {"pad", "unpad"}))
+@pytest.mark.parametrize(("order", "rows"), [("contiguous", 2), ("zigzag", 4), ("round_robin", 8)])
+def test_lengths_have_an_entry_per_window_and_request(order: str, rows: int) -> None:
+    # 2 requests on 4 rows of a rank: 1, 2 or 4 runs of consecutive tokens
+    lens = torch.ones(2, dtype=torch.int64)
+    with FakeTensorMode():
+        fake = torch.empty(2, dtype=torch.int64)
+        assert ops.local_query_lens(fake, "tp", 4, 4, order).shape == (rows,)
+        assert ops.local_kv_lens(fake, fake, "tp", 4, 4, order).shape == (rows,)
+    assert ops.local_block_table(lens.unsqueeze(1).expand(2, 3), order, 4).shape == (rows, 3)
+
+
+@pytest.mark.parametrize("name", sorted(set(TRANSITIONS) - {"pad", "unpad", "local_block_table"}))
 def test_transitions_refuse_to_run_outside_a_world(name: str) -> None:
     counts = torch.ones(1, 4, dtype=torch.int64)
     args: dict[str, tuple] = {
@@ -146,8 +161,11 @@ def test_transitions_refuse_to_run_outside_a_world(name: str) -> None:
         "all_to_all": ("tp", 4, 0, 1),
         "all_to_all_rows": (counts, counts, "ep", 4),
         "slice_rows": (counts, "ep", 4),
-        "local_query_lens": ("tp", 4, 3),
-        "local_kv_lens": (counts, "tp", 4, 3),
+        "local_query_lens": ("tp", 4, 3, "contiguous"),
+        "broadcast": ("tp", 4, 0, 4),
+        "wait": (),
+        "regroup": ("ep", 4),
+        "local_kv_lens": (counts, "tp", 4, 3, "contiguous"),
     }
     with pytest.raises(RuntimeError, match="World"):
         getattr(ops, name)(torch.ones(4, 4), *args.get(name, ("tp", 4, 0)))

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from emulator.trace.summary import collective_log, layer_of, summarise_boundaries, summarise_collectives
+from emulator.layout.plan import layer_of
+from emulator.trace.summary import collective_log, summarise_boundaries, summarise_collectives
 
 Record = dict[str, Any]
 
