@@ -12,7 +12,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator import cli_export, cli_memory, cli_replay, job, launcher, matrix, profiles, report, report_faults, shrink
+from emulator import (
+    cli_cost,
+    cli_export,
+    cli_memory,
+    cli_replay,
+    job,
+    launcher,
+    matrix,
+    profiles,
+    report,
+    report_faults,
+    shrink,
+)
 from emulator.cli_common import JsonOption, ScenarioArg, exit_codes, variants
 from emulator.cli_plan import plan_app
 from emulator.errors import UsageError
@@ -26,6 +38,7 @@ app = typer.Typer(
     help="Runs DSA models on emulated tensor-parallel ranks and proves their token layouts.",
 )  # fmt: skip
 app.add_typer(plan_app, name="plan")
+cli_cost.register(app)
 cli_export.register(app)
 cli_memory.register(app)
 cli_replay.register(app)

@@ -3,16 +3,17 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from emulator.cli_common import JsonOption, exit_codes
 from emulator.cost.accuracy import Priced, Unpriced, by, price_rows
 from emulator.cost.calibrate import Calibrated, Errors, calibrate, samples, with_coefficients
 from emulator.cost.device import Device, load_device
@@ -23,16 +24,6 @@ from emulator.errors import UsageError
 RowsArg = Annotated[
     Path, typer.Argument(help="CSV of measured rows (op, params, measured_us, ...) or a profiler's kernel_details.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    try:
-        yield
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +41,7 @@ def price_command(
     as_json: JsonOption = False,
 ) -> None:
     """Predict every row of a file and compare with what was measured; rows without a price are listed with why."""
-    with _exit_codes():
+    with exit_codes():
         done, left = price_rows(read_rows(rows), device_of(load_device(device) if device else None))
     if as_json:
         print(json.dumps(_price_summary(done, left)))
@@ -109,8 +100,16 @@ def _price_summary(done: list[Priced], left: list[Unpriced]) -> dict[str, Any]:
 
 
 def _print_prices(done: list[Priced], left: list[Unpriced]) -> None:
-    console = Console()
-    table = Table("row", "device", "op", "family", *map(_right, ("predicted us", "measured us", "error %")), "bound")
+    console = _console()
+    table = Table(
+        "row",
+        "device",
+        "op",
+        "family",
+        *map(_right, ("predicted us", "measured us", "error %")),
+        "bound",
+        box=box.SIMPLE,
+    )
     for p in done:
         measured = "-" if p.measured is None else f"{p.measured * 1e6:.2f}"
         error = "-" if p.error is None else f"{100 * p.error:+.1f}"
@@ -121,19 +120,24 @@ def _print_prices(done: list[Priced], left: list[Unpriced]) -> None:
     if left:
         console.print(f"{len(left)} of {len(done) + len(left)} rows have no price:")
         for u in left:
-            console.print(f"  {u.row.id} {u.row.op} ({u.row.device or 'no device'}): {u.why}", markup=False)
+            console.print(
+                f"  {u.row.id} {u.row.op} ({u.row.device or 'no device'}): {u.why}", markup=False, soft_wrap=True
+            )
     else:
         console.print(f"all {len(done)} rows are priced")
 
 
-def _right(title: str) -> Any:
-    from rich.table import Column
+def _console() -> Console:
+    """As wide as the terminal; wide enough for whole rows where it is none."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
+
+def _right(title: str) -> Column:
     return Column(title, justify="right")
 
 
 def _print_errors(console: Console, title: str, found: dict[str, Errors]) -> None:
-    table = Table(title, *map(_right, ("rows", "MAPE %", "median %", "p90 %")))
+    table = Table(title, *map(_right, ("rows", "MAPE %", "median %", "p90 %")), box=box.SIMPLE)
     for name, e in found.items():
         table.add_row(name, str(e.rows), f"{e.mape:.1f}", f"{e.median:.1f}", f"{e.p90:.1f}")
     console.print(table)
@@ -146,7 +150,7 @@ def calibrate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Fit a profile's coefficients to the rows of its device, with the errors on rows left out."""
-    with _exit_codes():
+    with exit_codes():
         profile = load_device(device)
         used, others = _of_device(read_rows(rows), profile)
         if not used:
@@ -191,19 +195,19 @@ def _calibration_summary(
 def _print_calibration(
     profile: Device, results: list[Calibrated], left: list[tuple[Row, str]], others: Counter[str], out: Path | None
 ) -> None:
-    console = Console()
+    console = _console()
     titles = ("rows", "fit MAPE %", "left out MAPE %", "median", "p90", "25 % split MAPE %", "median", "p90")
-    table = Table("family", *map(_right, titles), title=profile.name)
+    table = Table("family", *map(_right, titles), title=profile.name, box=box.SIMPLE)
     for r in results:
         cells = [_three(r.left_out), _three(r.held_out)]
         table.add_row(r.key, str(r.in_sample.rows), f"{r.in_sample.mape:.1f}", *cells[0], *cells[1])
     console.print(table)
     for row, why in left:
-        console.print(f"not used: {row.id} {row.op}: {why}", markup=False)
-    for name, count in others.items():
-        console.print(f"{count} rows of {name} belong to other devices", markup=False)
+        console.print(f"not used: {row.id} {row.op}: {why}", markup=False, soft_wrap=True)
+    if others:
+        console.print(f"{others.total()} rows are of other devices: {', '.join(others)}", markup=False, soft_wrap=True)
     if out is not None:
-        console.print(f"wrote {out}", markup=False)
+        console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 def _three(errors: Errors | None) -> list[str]:

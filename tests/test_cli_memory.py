@@ -76,6 +76,9 @@ def test_two_settings_are_compared():
     rows = {row["name"]: row for row in found["difference"]["rows"]}
     assert rows["embed_tokens"]["delta_bytes"] == -312 * 144 * 2 * 3 // 4
     assert sum(row["delta_bytes"] for row in rows.values()) == found["difference"]["delta_bytes"]
+    kept = _json(*args, "--variant", "attention=replicated", "--compare", "plan=dsa_cp")["second"]["variants"]
+    assert kept["embedding"] == "replicated"  # which dsa_cp offers, too, as it does not attention
+    assert "attention" not in kept
     told = _run(*args, "--compare", "tp=2", "--compare", "ep=2").stdout
     assert "o_proj: self_attn.o_proj.weight: 5 x [144, 156] int8 tp:shard(1) -> 5 x [144, 312] int8 tp:shard(1)" in told
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from emulator.cost.calibrate import Errors, errors, measured_seconds
 from emulator.cost.device import Device
-from emulator.cost.forms import PRODUCTS, fit_key
+from emulator.cost.forms import fit_key
 from emulator.cost.kernel import Bound, Kernel
 from emulator.cost.price import BITS, coefficients, price
 from emulator.cost.rows import Row
@@ -56,9 +56,7 @@ def kind_of(kernel: Kernel) -> str:
 
 
 def price_row(row: Row, device: Device) -> Priced:
-    """Raises Unpriceable for a kernel without a price and UsageError for a row without kernels."""
-    if not row.kernels:
-        raise UsageError(row.why or "no kernels")
+    """Raises Unpriceable for a kernel without a price. The row has kernels."""
     benchmark = row.setting == "benchmark"
     costs = [price(kernel, device, benchmark=benchmark) for kernel in row.kernels]
     main = max(range(len(costs)), key=lambda at: costs[at].seconds)
@@ -75,6 +73,9 @@ def price_rows(rows: Sequence[Row], find: Callable[[Row], Device]) -> tuple[list
     done: list[Priced] = []
     left: list[Unpriced] = []
     for row in rows:
+        if not row.kernels:
+            left.append(Unpriced(row, row.why or "no kernels"))
+            continue
         try:
             done.append(price_row(row, find(row)))
         except UsageError as error:
@@ -90,6 +91,3 @@ def by(priced: Sequence[Priced], key: Callable[[Priced], str]) -> dict[str, Erro
             groups.setdefault(key(item), []).append(abs(item.error))
     found = {name: errors(values) for name, values in sorted(groups.items())}
     return {name: value for name, value in found.items() if value is not None}
-
-
-assert set(PRODUCTS) - {"matmul"} <= set(KINDS)

@@ -27,8 +27,8 @@ def indexer(kernel: Kernel, device: Device) -> Work:
     """Scores of [heads, dim] queries against the index keys, weighed over heads, and the top-k of each row.
 
     flops = 2*heads*dim*pairs (DeepSeek-V3.2 report, section 2.1: ReLU scores, one key row for all heads); bytes:
-    queries and keys once, and the chosen ids. In time, each task of up to 4 rows reads its request's keys again, in waves over
-    the cube cores, and a task's rows are shared by the core's vector cores.
+    queries and keys once, and the chosen ids. In time, each task of up to 4 rows reads its request's keys again, in
+    waves over the cube cores, and a task's rows are shared by the core's vector cores.
     """
     heads, dim, topk, item = size(kernel, "heads"), size(kernel, "dim"), size(kernel, "topk"), item_bytes(kernel)
     rows = visible_keys(kernel)

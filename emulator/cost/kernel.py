@@ -2,7 +2,8 @@
 
 Families and their sizes (ints unless said; lengths are tuples with one entry per request):
 
-matmul              m, k, n, batch (default 1)
+matmul              m, k, n, batch (default 1); dequant (optional, int8: vector, the default, or cube: float16 results
+                    without per-token scales are scaled on the way out of the cube)
 fused_matmuls       parts (tuple of (m, k, n, batch)): products in one kernel, such as MlaProlog
 grouped_matmul      rows (tuple: rows of each local expert), k, n
 sparse_attention    queries, keys, heads, topk, qk (absorbed key width), v (absorbed value width)

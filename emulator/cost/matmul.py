@@ -3,6 +3,7 @@
 Form: launch + fill + overlap(cube, memory) + tail + misaligned. Cube and memory overlap in part: their 1.5-norm
 generalises better over the public measured rows than their sum or their maximum. fill: starting the cores that have a
 tile. tail: the last wave of tiles leaves cores idle. misaligned: rows off the 32-byte grid are read piecemeal.
+dequant: int32 sums that the vector cores scale (per-token scales, bfloat16 results) pass through memory.
 """
 
 import math
@@ -13,6 +14,7 @@ from emulator.cost.kernel import Kernel
 from emulator.cost.work import MICROSECOND, Term, Unpriceable, Work, launch, lengths, size
 
 ALIGNMENT = 32  # bytes: the block of an Ascend data copy; rows that start off it are read in pieces
+ACCUMULATOR = 4  # bytes: int32 sums go to the vector cores and back through memory
 TILE = (128, 256)  # rows and columns of a result tile on one core (the base block that CANN's matmul tiling prefers)
 
 # bytes of one element: (left operand, right operand, result)
@@ -43,7 +45,7 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         raise Unpriceable(kernel, f"no matrix product of this dtype; known are {', '.join(OPERANDS)}")
     left, right, result = OPERANDS[kernel.dtype]
     peak, bandwidth, cores = cube_peak(kernel, device), device.memory.bandwidth, device.cores.cube
-    flops = moved = tiles = tiled = misaligned = 0.0
+    flops = moved = tiles = tiled = misaligned = dequantised = 0.0
     for m, k, n, batch in parts:
         part_flops = 2 * m * k * n * batch
         part_bytes = (m * k * left + k * n * right + m * n * result) * batch
@@ -51,6 +53,8 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         flops += part_flops
         moved += part_bytes
         tiles += part_tiles
+        if left == 1 and kernel.sizes.get("dequant", "vector") == "vector":
+            dequantised += m * n * batch
         tiled += 2 * TILE[0] * TILE[1] * k * part_tiles
         if (m > 1 and k * left % ALIGNMENT) or n * right % ALIGNMENT:
             misaligned += part_flops / peak + part_bytes / bandwidth
@@ -62,6 +66,7 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         Term("memory", moved / bandwidth, "memory", "overlap"),
         Term("tail", tiled * idle / peak, "cube"),
         Term("misaligned", misaligned, "memory"),
+        Term("dequant", dequantised * ACCUMULATOR * 2 / bandwidth, "memory"),
     )
     return Work(flops, moved, terms)
 

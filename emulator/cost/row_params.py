@@ -59,12 +59,14 @@ def rope(params: Params) -> list[Kernel]:
 
 
 def matmul(params: Params) -> list[Kernel]:
-    sizes = {"m": number(params, "M"), "k": number(params, "K"), "n": number(params, "N")}
+    sizes: dict[str, Any] = {"m": number(params, "M"), "k": number(params, "K"), "n": number(params, "N")}
     if "groups" in params:
         rows = (sizes.pop("m"),) * number(params, "groups")
         return [Kernel("grouped_matmul", {"rows": rows, **sizes}, dtype_of(params.get("dtype")))]
     if "batch" in params:
         sizes["batch"] = number(params, "batch")
+    if params.get("out") == "fp16":
+        sizes["dequant"] = "cube"
     return [Kernel("matmul", sizes, dtype_of(params.get("dtype")))]
 
 

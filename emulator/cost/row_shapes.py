@@ -75,7 +75,10 @@ def matmul(c: Call) -> list[Kernel]:
     dtype = c.dtype()
     if dtype != "int8" and c.dtype(1) == "int8":
         dtype = "a16w8"
-    return [Kernel("matmul", {"m": m, "k": k, "n": n, "batch": batch}, dtype)]
+    sizes: dict[str, Any] = {"m": m, "k": k, "n": n, "batch": batch}
+    if dtype == "int8" and c.attrs.get("output_dtype") == "float16" and not c.given(4):  # 4: per-token scales
+        sizes["dequant"] = "cube"
+    return [Kernel("matmul", sizes, dtype)]
 
 
 def expert_rows(c: Call, tokens: int, experts: int) -> tuple[int, ...]:

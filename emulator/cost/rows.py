@@ -46,7 +46,9 @@ def read_rows(path: str | Path) -> list[Row]:
             columns = [c.strip() for c in reader.fieldnames or []]
             reader.fieldnames = columns
             lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: not readable as CSV: {error}") from None
     if {"op", "params"} <= set(columns):
         return [_measured(line, number) for number, line in enumerate(lines, 2)]

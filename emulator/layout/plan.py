@@ -34,7 +34,7 @@ class Row(BaseModel):
 
 
 class PlanFile(BaseModel):
-    """A plan's TOML file. `extends` names a plan whose rows, variants and other fields come first; contract "" has none.
+    """A plan's TOML file. `extends` names a plan whose rows, variants and other fields come first; contract "" is none.
     pad: token rows are padded from the dp rank's own count, or from the largest of all dp ranks. decode: the plan of
     decode steps, in place of this one. needs: structure that a model must have for this plan. order: in which tokens
     are dealt out to the tp ranks."""

@@ -13,7 +13,7 @@ import torch
 
 from emulator.errors import UsageError
 from emulator.layout.placement import Layout
-from emulator.layout.plan import Plan, module_pattern
+from emulator.layout.plan import Plan, layer_of, module_pattern
 from emulator.memory.components import component_of
 from emulator.memory.held import Held, Unit, peak_bytes, stored_bytes
 from emulator.memory.parameters import Parameters, parameters_of, weight_layout
@@ -23,7 +23,6 @@ from emulator.model.quant_description import Description
 from emulator.model.quantisation import FLOAT, Classified, QuantScheme, TensorRow, classify, load_type
 from emulator.ops.registry import Shard
 from emulator.runtime.mesh import Mesh
-from emulator.trace.summary import layer_of
 
 
 @dataclass(frozen=True)

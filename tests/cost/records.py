@@ -11,7 +11,7 @@ def tensor(shape: Sequence[int], layout: str = "full-token", dtype: str = "bfloa
 
 
 def op(
-    name: str, inputs: Sequence[dict], outputs: Sequence[dict], *, module: str = "model.layers.0.x", layer: int | None = 0,
+    name: str, inputs: Sequence[dict], outputs: Sequence[dict], *, module: str = "model.layers.0.x", layer: int = 0,
     group: str | None = None, attrs: dict | None = None, traffic: str = "payload", node: str = "", seq: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """An op record; values are local where their layout says so."""

@@ -102,28 +102,30 @@ def test_a_microbenchmarks_time_counts_where_there_is_no_other(tmp_path):
     assert us(Database(tmp_path).lookup(matmul(64, 512, 128))) == (17, "measured")
 
 
+def vector(family: str, rows: int, width: int, name: str, dtype: str = "bfloat16") -> Kernel:
+    return Kernel(family, {"rows": rows, "width": width}, dtype, name)
+
+
+GROUPED = Kernel("grouped_matmul", {"rows": (64, 64), "k": 20, "n": 40}, "int8", "GroupedMatmul")
+
+
 @pytest.mark.parametrize(
-    ("name", "kernel", "inputs", "types", "outputs"),
+    ("kernel", "inputs", "types", "outputs"),
     [
-        ("BatchMatMulV2", matmul(256, 192, 512, name="BatchMatMulV2", batch=64), "64,256,192;64,192,512", "BF16", "64,256,512"),
-        ("TransposeBatchMatMul", matmul(256, 512, 128, name="TransposeBatchMatMul", batch=64),
-         "64,256,512;64,512,128", "BF16", "256,64,128"),
-        ("QuantBatchMatmulV3", matmul(256, 2048, 4096, "int8", "QuantBatchMatmulV3"),
-         "256,2048;128,64,16,32;4096", "INT8;INT8;FLOAT", "256,4096"),
-        ("GroupedMatmul", Kernel("grouped_matmul", {"rows": (64, 64), "k": 20, "n": 40}, "int8", "GroupedMatmul"),
-         "128,20;2,20,40", "INT8", "128,40"),
-        ("InterleaveRope", Kernel("rope", {"rows": 9, "width": 1024}, name="InterleaveRope"), "9,16,1,64;9,1,1,64", "BF16", "9,16,1,64"),
-        ("SwiGlu", Kernel("swiglu", {"rows": 9, "width": 4096}, name="SwiGlu"), "9,4096", "BF16", "9,2048"),
-        ("ScatterNdUpdate", Kernel("scatter", {"rows": 9, "width": 128}, name="ScatterNdUpdate"),
-         "4096,128;9,1;9,128", "BF16", "4096,128"),
-        ("AddRmsNormBias", Kernel("add_rms_norm", {"rows": 9, "width": 6144}, name="AddRmsNormBias"),
-         "9,6144;9,6144;6144;", "BF16", "9,6144;9,1;9,6144"),
-        ("MoeGatingTopK", Kernel("gating_topk", {"rows": 9, "width": 256}, "float32", "MoeGatingTopK"), "9,256;256", "FLOAT", "9,8"),
-        ("MoeInitRoutingV2", Kernel("routing", {"rows": 72, "width": 6144}, name="MoeInitRoutingV2"), "9,6144;9,8", "BF16", "72,6144"),
+        (matmul(256, 192, 512, name="BatchMatMulV2", batch=64), "64,256,192;64,192,512", "BF16", "64,256,512"),
+        (matmul(256, 512, 128, name="TransposeBatchMatMul", batch=64), "64,256,512;64,512,128", "BF16", "256,64,128"),
+        (matmul(256, 64, 96, "int8", "QuantBatchMatmulV3"), "256,64;3,4,16,32;96", "INT8;INT8;FLOAT", "256,96"),
+        (GROUPED, "128,20;2,20,40", "INT8", "128,40"),
+        (vector("rope", 9, 1024, "InterleaveRope"), "9,16,1,64;9,1,1,64", "BF16", "9,16,1,64"),
+        (vector("swiglu", 9, 4096, "SwiGlu"), "9,4096", "BF16", "9,2048"),
+        (vector("scatter", 9, 128, "ScatterNdUpdate"), "4096,128;9,1;9,128", "BF16", "4096,128"),
+        (vector("add_rms_norm", 9, 6144, "AddRmsNormBias"), "9,6144;9,6144;6144;", "BF16", "9,6144;9,1;9,6144"),
+        (vector("gating_topk", 9, 256, "MoeGatingTopK", "float32"), "9,256;256", "FLOAT", "9,8"),
+        (vector("routing", 72, 6144, "MoeInitRoutingV2"), "9,6144;9,8", "BF16", "72,6144"),
     ],
-)  # fmt: skip
-def test_each_kernel_type_is_read_by_its_own_shapes(tmp_path, name, kernel, inputs, types, outputs):
-    write(tmp_path / f"{name}.csv", [call(inputs, types, outputs, 33)], COLUMNS)
+)
+def test_each_kernel_type_is_read_by_its_own_shapes(tmp_path, kernel, inputs, types, outputs):
+    write(tmp_path / f"{kernel.name}.csv", [call(inputs, types, outputs, 33)], COLUMNS)
     assert us(Database(tmp_path).lookup(kernel)) == (33, "measured")
 
 

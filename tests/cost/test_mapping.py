@@ -69,8 +69,9 @@ def test_a_linear_in_16_bits_is_one_matmul():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "quantise"), [("w8a8", ("AscendQuantV2", "static_quant")), ("w8a8_dynamic", ("DynamicQuant", "dynamic_quant"))]
-)  # fmt: skip
+    ("scheme", "quantise"),
+    [("w8a8", ("AscendQuantV2", "static_quant")), ("w8a8_dynamic", ("DynamicQuant", "dynamic_quant"))],
+)
 def test_a_quantised_linear_quantises_its_input_and_multiplies_in_8_bits(scheme, quantise):
     assert kernels(linear(12, 20, 30), quant=scheme) == [
         (*quantise, "bfloat16", {"rows": 12, "width": 20}),

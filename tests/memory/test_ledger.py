@@ -221,6 +221,7 @@ def test_nz_costs_nothing_where_shapes_are_whole_blocks(ledger_of):
     by = plain.by("component"), rounded.by("component")
     assert by[1]["indexer_wq_b"] - by[0]["indexer_wq_b"] == 5 * 8 * 576
     assert by[1]["W_UK_T"] - by[0]["W_UK_T"] == 5 * 24 * (32 * 48 - 20 * 44) * 2
+    assert by[0]["embed_tokens"] == 78 * 144 * 2  # 78 rows are no whole blocks
     for same in ("embed_tokens", "lm_head", "norms", "rope_cache", "W_UV"):
         assert by[0][same] == by[1][same]
 

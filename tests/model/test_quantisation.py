@@ -50,7 +50,7 @@ def _held(type_name: str, module: str, dims: int, sizes: dict[str, int], when: t
 
 
 def test_tensors_of_a_static_linear():
-    # loaded: weight [out, in], input scale and offset per tensor, the rest per channel; after: [in, out], input repeated
+    # loaded: weight [out, in], input scale and offset per tensor, the rest per channel; after: [in, out], per input
     loaded = _held("W8A8", LINEARS[0], 2, {"in": 6, "out": 4}, ("loading", "always"))
     half, after = torch.float16, _held("W8A8", LINEARS[0], 2, {"in": 6, "out": 4}, ("after",))
     assert loaded == {

@@ -147,7 +147,7 @@ def test_a_fault_of_the_indexer_does_not_apply(fault):
         run(_prefill("sp", 2, 13, fault=fault, static_check=False))
 
 
-# --- full size, by shape ---------------------------------------------------------------------------------------------
+# --- by shape ---------------------------------------------------------------------------------------------------------
 
 
 def _counts(summary):
@@ -168,13 +168,18 @@ def _expected_counts(plan, layers, moe):
 
 
 @pytest.mark.parametrize(
-    ("plan", "layers"),
-    [("sp", 4), pytest.param("tp", 61, marks=pytest.mark.slow), pytest.param("sp", 61, marks=pytest.mark.slow)],
+    ("model", "plan", "tp", "layers", "dense", "heads"),
+    [
+        (MINI, "sp", 4, 3, 2, [97, 6, 22]),
+        pytest.param("deepseek-v3", "sp", 16, 61, 3, [4096, 8, 128], marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "tp", 16, 61, 3, [4096, 8, 128], marks=pytest.mark.slow),
+    ],
 )
-def test_full_size_by_shape(plan, layers):
-    summary = run(load_scenario("deepseek-v3", {"plan": plan, "layers": layers}))
-    assert _counts(summary) == _expected_counts(plan, layers, layers - 3)
+def test_runs_by_shape(model, plan, tp, layers, dense, heads):
+    given = {"plan": plan, "mode": "shape", "tokens": heads[0], "parallel": {"tp": tp}, "layers": layers}
+    summary = run(load_scenario(model, given))
     assert summary["verdict"] == "pass", summary["checks"]
     assert f"contract {plan}_prefill" in [c["name"] for c in summary["checks"]]
-    heads = next(b["shape"] for b in summary["boundaries"] if b["module"] == "model.layers.3.self_attn.o_proj")
-    assert heads == [4096, 8, 128]  # 128 heads on 16 ranks
+    assert _counts(summary) == _expected_counts(plan, layers, layers - dense)
+    module = f"model.layers.{layers - 1}.self_attn.o_proj"
+    assert next(b["shape"] for b in summary["boundaries"] if b["module"] == module) == heads
