@@ -159,7 +159,9 @@ def calibrate_command(
         if not results:
             raise UsageError(f"{rows}: none of the {len(used)} rows of {profile.name} can be used: {used[0].why}")
         if out is not None:
-            _write(out, profile_text(with_coefficients(profile, results)))
+            found = with_coefficients(profile, results)
+            names = sorted({*profile.names()} - {out.stem})  # rows of this device are rows of the new profile too
+            _write(out, profile_text(found.model_copy(update={"aliases": names})))
     _, left = samples(used, profile)
     if as_json:
         print(json.dumps(_calibration_summary(profile, results, left, others, out)))

@@ -49,6 +49,7 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
         "collectives": summarise_collectives(writer.records) if rank == 0 else None,
         "boundaries": summarise_boundaries(writer.records) if rank == 0 else None,
         "expert_rows": expert_rows(writer.records),
+        "peak_bytes": max(r["peak_bytes"] for r in writer.records if r["kind"] == "memory"),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "pss_mb": proportional_mb(),
     }

@@ -41,6 +41,7 @@ def summarise(
         "broken_boundaries": sorted({tuple(e) for f in failures for e in f.get("edges", [(f["module"], f["port"])])}),
         "collectives": reports[0]["collectives"],
         "boundaries": reports[0]["boundaries"],
+        "per_rank": [_of_rank(report) for report in reports],
         "expert_rows": _expert_rows([r["expert_rows"] for r in reports]),
         "max_abs_error": max((v["max_abs_error"] for v in values), default=None),
         "max_rel_error": max((v["max_rel_error"] for v in values), default=None),
@@ -87,6 +88,18 @@ def _expert_rows(per_rank: list[int]) -> dict[str, Any]:
     """Rows that each rank's experts worked on (all layers and steps), and how uneven they are."""
     mean = sum(per_rank) / len(per_rank)
     return {"per_rank": per_rank, "largest_over_mean": round(max(per_rank) / mean, 3) if mean else None}
+
+
+def _of_rank(report: dict[str, Any]) -> dict[str, Any]:
+    """What one rank compared and found, over all steps, and the peak of its activations and communication buffers."""
+    values = [step["values"] for step in report["steps"] if step["values"]]
+    return {
+        "rank": report["rank"],
+        "checked": sum(v["checked"] for v in values),
+        "failures": sum(len(v["failures"]) for v in values),
+        "max_rel_error": max((v["max_rel_error"] for v in values), default=None),
+        "peak_bytes": report["peak_bytes"],
+    }
 
 
 def failures_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -81,6 +81,11 @@ def test_two_settings_are_compared():
     assert "attention" not in kept
     told = _run(*args, "--compare", "tp=2", "--compare", "ep=2").stdout
     assert "o_proj: self_attn.o_proj.weight: 5 x [144, 156] int8 tp:shard(1) -> 5 x [144, 312] int8 tp:shard(1)" in told
+    told = _run(*args, "--compare", "engine", "--group-by", "category").stdout
+    assert "derived: self_attn.kv_b_proj.W_UV: none -> 5 x [6, 44, 26] bfloat16 tp:shard(0)" in told
+    assert "-> 5 x [156, 144] int8 tp:shard(0)" not in told  # transposed, at no cost
+    # 5 linears of attention, 3 of dense MLPs, 3 of shared experts and 2 of routed ones: 8 are shown
+    assert "weight_scale: ... and 5 more tensors" in told
 
 
 def _with_description(folder: Path, *missing: str) -> Path:

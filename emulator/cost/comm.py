@@ -79,7 +79,7 @@ def check_shapes(record: Record, size: int) -> None:
             raise Contradiction(f"dim {dim} of {given} does not divide by the {size} ranks of its group")
         wanted[dim] //= size
         wanted[concat] *= size
-    elif op == "slice_rows":
+    elif op in ("slice_rows", "broadcast"):  # who receives a broadcast holds nothing of it before
         wanted[0] = made[0]
     if made != wanted:
         raise Contradiction(f"output {made} of an input {given} on {size} ranks, expected {wanted}")
@@ -97,6 +97,8 @@ def collective_kernel(call: Call, dtype: str) -> Kernel:
     given, made = _elements(record["inputs"][0]), _elements(record["outputs"][0])
     sizes: dict[str, Any] = {"op": record["op"], "ranks": call.group, "bytes": given * item}
     if record["op"] == "reduce_scatter":
+        sizes["bytes"] = made * item
+    elif record["op"] == "broadcast":
         sizes["bytes"] = made * item
     elif record["op"] == "all_to_all":
         kept = given // size

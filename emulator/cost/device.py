@@ -133,6 +133,11 @@ def _find(name_or_path: str) -> Device:
     raise UsageError(f"unknown device {name_or_path!r}: no such file, and profiles/devices has {known}")
 
 
+def _inherited(found: Coefficients, parent: str) -> Coefficients:
+    """Measured on another device: no row of this one stands behind it."""
+    return found.model_copy(update={"rows": 0, "error": None, "source": f"inherited from {parent}: {found.source}"})
+
+
 def load_device(name_or_path: str) -> Device:
     """A device by profile name, by an alias of a shipped profile, or by path of a user's own TOML file.
 
@@ -147,6 +152,6 @@ def load_device(name_or_path: str) -> Device:
             raise UsageError(f"device {device.name}: inherits from itself over {parent}")
         seen.add(parent)
         base = _find(parent)
-        coefficients = {**base.coefficients, **coefficients}
+        coefficients = {**{key: _inherited(c, parent) for key, c in base.coefficients.items()}, **coefficients}
         parent = base.inherits
     return device.model_copy(update={"coefficients": coefficients})

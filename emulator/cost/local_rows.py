@@ -10,6 +10,7 @@ from typing import Any
 
 from emulator.cost.comm import Groups
 from emulator.cost.mapping import Lengths, Place, Split
+from emulator.layout.placement import Tokens
 from emulator.layout.windows import GlobalBatch, local_batch
 from emulator.model.batch import Request
 
@@ -21,7 +22,7 @@ def applied_splits(records: Sequence[Record], split_attention: bool = False) -> 
     o_proj, which takes local tokens; without it every rank does the work of all tokens, and nothing is split."""
     local = any(
         r["kind"] == "op" and r["op"] == "linear" and r["module"].endswith("self_attn.o_proj")
-        and r["inputs"][0]["layout"] == "local-token"
+        and r["inputs"][0]["layout"].startswith("local-token")
         for r in records
     )  # fmt: skip
     if not local:
@@ -40,7 +41,7 @@ def priced_rows(records: Sequence[Record], splits: frozenset[Split]) -> dict[str
         which = ops.get(record.get("op", ""))
         if which is not None and which not in found:
             layout = record["inputs"][0]["layout"]
-            local = which in splits or layout == "local-token"
+            local = which in splits or layout.startswith("local-token")
             found[which] = {"boundary": layout, "priced": "local tokens" if local else "full tokens"}
     return found
 
@@ -50,8 +51,12 @@ def place_of(step: Record, groups: Groups, rank: int, splits: frozenset[Split], 
     requests = tuple(Request(q, context) for q, context in step["requests"] if q)
     real, rows, parts = sum(r.query for r in requests), step["symbols"]["P"], step["symbols"]["tp"]
     batch = GlobalBatch(requests, tuple(range(real)), max(rows, real))
-    own = local_batch(batch, parts=parts, index=groups.index("tp", rank))
-    kept = [(q, k) for q, k in zip(own.query_lens, own.kv_lens) if q]
-    local = Lengths(len(own.slots), tuple(q for q, _ in kept), tuple(k for _, k in kept))
+    tokens = Tokens(real, parts, batch.rows, step.get("order", "contiguous"))
+    runs = tokens.windows(groups.index("tp", rank))  # of consecutive rows, all equally long
+    cut = tokens.parts * len(runs)
+    own = [local_batch(batch, parts=cut, index=start // (stop - start)) for start, stop in runs if stop > start]
+    kept = [(q, k) for run in own for q, k in zip(run.query_lens, run.kv_lens) if q]
+    local = Lengths(tokens.per, tuple(q for q, _ in kept), tuple(k for _, k in kept))
     full = Lengths(batch.rows, batch.query_lens, batch.kv_lens)
-    return Place(full, local, splits, run_dtype, (own.window.start, max(own.window.start, own.window.end)))
+    window = tokens.window(groups.index("tp", rank)) if tokens.order == "contiguous" else None
+    return Place(full, local, splits, run_dtype, window)

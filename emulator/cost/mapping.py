@@ -172,7 +172,7 @@ def _patterns(texts: list[str]) -> list[tuple[bool, list[str]]]:
 
 
 def _is_local(record: Mapping[str, Any]) -> bool:
-    return bool(record["inputs"]) and record["inputs"][0]["layout"] == "local-token"
+    return bool(record["inputs"]) and record["inputs"][0]["layout"].startswith("local-token")
 
 
 def _apply(op: _Op, record: Mapping[str, Any], place: Place, types: dict[str, str], local: bool) -> tuple[Kernel, ...]:

@@ -1,7 +1,7 @@
 """Which collectives of a step run beside compute, and from where to where.
 
 A record may say so itself: attrs["async"] = {"start": node, "wait": node}: it is issued before the node `start` runs
-and waited for before the node `wait` runs. Where no record of a step says so:
+and waited for before the node `wait` runs (null: in the next step). Where no record of a step says so:
 
 * the gather of the KV row (an all_gather of module self_attn.cache) is issued where it stands, and waited for at the
   first later record of its layer that takes its output (same shape, dtype and layout);
@@ -17,7 +17,8 @@ from emulator.cost.comm import COLLECTIVES, is_weight
 from emulator.cost.mapping import Contradiction
 
 Record = Mapping[str, Any]
-Span = tuple[int, int]  # positions before which a collective is issued and waited for
+# positions before which a collective is issued and waited for; None: the next step waits
+Span = tuple[int, int | None]
 
 
 def async_spans(records: Sequence[tuple[int, Record]]) -> dict[int, Span]:
@@ -70,10 +71,10 @@ def _told(records: Sequence[tuple[int, Record]]) -> dict[int, Span]:
             continue
         nodes = record["attrs"]["async"]
         for name in ("start", "wait"):
-            if nodes.get(name) not in at_node:
+            if nodes.get(name) not in at_node and (name == "start" or nodes.get(name, "") is not None):
                 raise Contradiction(f"async {name} names node {nodes.get(name)!r}, which no record has", position)
-        start, wait = at_node[nodes["start"]], at_node[nodes["wait"]]
-        if wait < start:
+        start, wait = at_node[nodes["start"]], at_node.get(nodes["wait"])
+        if wait is not None and wait < start:
             raise Contradiction(f"async: waited for at {nodes['wait']}, before it starts at {nodes['start']}", position)
         spans[position] = start, wait
     return spans

@@ -17,7 +17,7 @@ from emulator.cost.mapping import (
     load_kernels,
     priced_dtype,
 )
-from emulator.cost.overlap import async_spans
+from emulator.cost.overlap import Span, async_spans
 from emulator.cost.pricing import Priced, Pricer
 from emulator.cost.streams import Step, Stuck, Task, run
 from emulator.errors import UsageError
@@ -174,7 +174,7 @@ class _Replay:
     def _steps(self, rank: int, tasks: dict[int, Task]) -> list[Step]:
         """What a rank does, in order."""
         records = self.steps[rank][1]
-        spans: dict[int, tuple[int, int]] = {}
+        spans: dict[int, Span] = {}
         if self.options.overlap:
             try:
                 spans = async_spans([(at, records[at]) for at in self.kernels[rank]])
@@ -184,7 +184,8 @@ class _Replay:
         awaited: dict[int, list[Task]] = {}
         for at, (start, wait) in spans.items():
             issued.setdefault(start, []).append(tasks[at])
-            awaited.setdefault(wait, []).append(tasks[at])
+            if wait is not None:
+                awaited.setdefault(wait, []).append(tasks[at])
         steps: list[Step] = []
         for at in self.kernels[rank]:
             steps += [Step("wait", task) for task in awaited.get(at, ())]

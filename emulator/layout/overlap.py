@@ -15,12 +15,10 @@ from emulator.layout.rank_graph import Boundary, RankGraph, behind_moves
 from emulator.ops.registry import op_name
 from emulator.ops.transition import COLLECTIVES, TRANSITIONS
 
-NEXT_STEP = "next step"
-
 
 def start_early(rank_graph: RankGraph, edges: Iterable[Boundary]) -> dict[Boundary, None]:
     """Moves the collectives that the plan starts early, in place, and adds their waits. meta["async"] of such a
-    collective: name of its wait, or "next step". Returns the edges, at the wait where the value is handed on.
+    collective: name of its wait, None where only the next step uses it. Returns the edges, at the wait where the value is handed on.
 
     Raises UsageError where a collective would start before what it needs.
     """
@@ -55,7 +53,7 @@ def _start(rank_graph: RankGraph, node: fx.Node, pattern: str, ahead: int) -> fx
         raise UsageError(f"plan {rank_graph.plan.name}: {module} starts before {pattern}, but {where} has no such op")
     _move_before(point, node, rank_graph.plan.name)
     if not node.users:
-        node.meta["async"] = NEXT_STEP
+        node.meta["async"] = None
         return None
     order = {n: i for i, n in enumerate(graph.nodes)}
     with graph.inserting_before(min(node.users, key=order.__getitem__)):

@@ -11,7 +11,8 @@ from emulator.memory.ledger import Ledger
 
 @dataclass(frozen=True)
 class Row:
-    """One component, category or layer on both sides. why: what changed, with tensor names and their counts."""
+    """One component, category or layer on both sides. why: the tensors that take more or less, the largest
+    difference first, with their counts."""
 
     name: str
     first: int
@@ -51,9 +52,9 @@ def compare(first: Ledger, second: Ledger, key: str = "component") -> Comparison
     rows = []
     for name in names:
         a, b = alike[0].get(name, {}), alike[1].get(name, {})
-        why = [
-            told for tensor in dict.fromkeys((*a, *b)) if (told := _told(tensor, a.get(tensor, []), b.get(tensor, [])))
-        ]
+        changed = [(t, a.get(t, []), b.get(t, [])) for t in dict.fromkeys((*a, *b))]
+        changed = sorted((c for c in changed if _grown(*c[1:])), key=lambda c: -abs(_grown(*c[1:])))
+        why = [_told(*c) for c in changed]
         rows.append(Row(name, sums[0].get(name, 0), sums[1].get(name, 0), tuple(why)))
     return Comparison(first, second, tuple(rows))
 
@@ -67,17 +68,18 @@ def _alike(ledger: Ledger, key: str) -> dict[str, dict[str, list[Held]]]:
     return found
 
 
+def _grown(first: list[Held], second: list[Held]) -> int:
+    return sum(t.bytes for t in second) - sum(t.bytes for t in first)
+
+
 def _told(name: str, first: list[Held], second: list[Held]) -> str:
-    """What is different about the tensors of one name; empty where nothing is."""
-    a, b = _forms(first), _forms(second)
-    if a == b:
-        return ""
+    """What is different about the tensors of one name."""
     short = name.removeprefix("model.layers.*.").removeprefix("model.")
-    return f"{short}: {_words(a)} -> {_words(b)}"
+    return f"{short}: {_words(_forms(first))} -> {_words(_forms(second))}"
 
 
 def _forms(tensors: list[Held]) -> dict[str, int]:
-    """How often each form (shape, dtype, placement, bytes) occurs."""
+    """How often each form (shape, dtype, placement) occurs."""
     forms: dict[str, int] = defaultdict(int)
     for t in tensors:
         shape = ", ".join(map(str, t.shape))

@@ -13,6 +13,7 @@ from emulator.memory.compare import Comparison
 from emulator.memory.ledger import Ledger
 
 GIB = 2**30
+_SHOWN = 8  # changed tensors of a row
 
 
 def print_ledger(summary: Mapping[str, Any], sums: Mapping[str, int], group_by: str) -> None:
@@ -44,7 +45,7 @@ def print_tensors(ledger: Ledger) -> None:
 def print_comparison(
     comparison: Comparison, first: Mapping[str, Any], second: Mapping[str, Any], group_by: str
 ) -> None:
-    """Both sides by component, with the tensors behind each difference."""
+    """Both sides by component, with the first tensors behind each difference."""
     console = _console()
     console.print(f"first:  {_headline(first)}", highlight=False, soft_wrap=True)
     console.print(f"second: {_headline(second)}", highlight=False, soft_wrap=True)
@@ -55,8 +56,12 @@ def print_comparison(
     table.add_row("total", *_sizes(comparison.first.total_bytes, comparison.second.total_bytes))
     console.print(table)
     for row in comparison.rows:
-        for text in row.why:
+        if not row.delta:
+            continue
+        for text in row.why[:_SHOWN]:
             console.print(f"{row.name}: {text}", highlight=False, markup=False, soft_wrap=True)
+        if len(row.why) > _SHOWN:
+            print(f"{row.name}: ... and {len(row.why) - _SHOWN} more tensors (--json lists them)")
 
 
 def _sizes(first: int, second: int) -> tuple[str, str, str, str]:

@@ -12,6 +12,7 @@ from emulator.ops.registry import OPS, op_name
 from emulator.ops.transition import TRANSITIONS
 from emulator.runtime.board import Board
 from emulator.runtime.collectives import Collectives, splits
+from emulator.runtime.comm_call import num_bytes
 from emulator.runtime.live_memory import LiveMemory
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.recorder import Recorder
@@ -65,6 +66,7 @@ class Executor:
         collectives.evaluate = shapes.call if shapes is not None else None
         self.node: fx.Node | None = None
         self.memory = LiveMemory()
+        self.weight_bytes: dict[tuple[str, Layout], int] = {}
         self.capture = frozenset(capture)
         self.captured: dict[str, tuple[Any, Tensor | None]] = {}
 
@@ -79,6 +81,7 @@ class Executor:
                 self.env[node] = self.inputs[node.target]
             elif node.op == "get_attr":
                 self.env[node] = self.weights(node.target, node.meta["layout"])
+                self.weight_bytes[node.target, node.meta["layout"]] = num_bytes(self.env[node])
             else:
                 self.env[node] = self._call(node)
             self.memory.appeared(node, self.env.get(node))
@@ -93,7 +96,9 @@ class Executor:
                 self.memory.dropped(dead)
                 if self.shadow is not None:
                     self.shadow.drop(dead)
-        self.recorder.memory(self.memory.report())
+        caches = [*self.inputs["latent_caches"], *self.inputs["index_caches"]]
+        held = {"weight_bytes": sum(self.weight_bytes.values()), "cache_bytes": sum(num_bytes(c) for c in caches)}
+        self.recorder.memory({**self.memory.report(), **held})
         return result
 
     def _keep(self, node: fx.Node) -> None:

@@ -51,7 +51,7 @@ class Recorder:
         elif name == "grouped_matmul" and not isinstance(args[2], FakeTensor):
             attrs["expert_rows"] = args[2].sum(0).tolist()  # of each expert held here
         if "async" in node.meta and name in COLLECTIVES:
-            attrs["async"] = node.meta["async"]
+            attrs["async"] = {"start": node.name, "wait": node.meta["async"]}
         if name == "wait":
             attrs["of"] = node.args[0].name
         self._append(

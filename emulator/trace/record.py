@@ -6,13 +6,15 @@ step: what the records up to the next one belong to: step (number), phase, plan,
 tokens are dealt out to tp ranks), requests ([query, context] of each).
 
 op: seq, node (graph name), op, module (qualified name), layer, phase, group (mesh axis or null), inputs and outputs
-(lists of {shape, dtype, layout}), attrs (static arguments; async: the node that waits for this collective; of: the
+(lists of {shape, dtype, layout}), attrs (static arguments; async {start, wait}: the nodes where this collective starts
+and where it is waited for, null for the next step; of: the
 collective that a wait waits for), window ([start, end) of this rank's real tokens, for local values in contiguous
 order), traffic (payload is counted; metadata, such as split sizes and masks, and verification, token ids, are not),
 bytes (sent by this rank), start and duration (seconds of wall time).
 
 memory: at the end of a step, the peak of activations and communication buffers on this rank: peak_bytes, node, op,
-module, by_category, live (the largest values then), modules (peak while each module ran).
+module, by_category, live (the largest values then), modules (peak while each module ran); weight_bytes and cache_bytes
+beside them.
 
 boundary: seq, node, module, port (input, output, output1), value (token, rows or cache), layer, phase, shape, dtype,
 layout, window: a value crossing a module's edge.

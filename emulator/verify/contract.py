@@ -185,7 +185,7 @@ def _check_boundaries(contract: Contract, records: Sequence[dict], symbols: Mapp
 def _check_rows(limit: int | None, records: Sequence[dict]) -> list[Breach]:
     for record in records:
         for value in [] if record["kind"] != "op" else record["outputs"]:
-            is_token = value["layout"] in ("full-token", "local-token", "partial")
+            is_token = value["layout"].startswith(("full-token", "local-token", "partial"))
             if limit is not None and is_token and value["shape"] and value["shape"][0] > limit:
                 detail = f"{record['op']} in {record['module']} makes {value['shape'][0]} rows of {limit} tokens"
                 return [

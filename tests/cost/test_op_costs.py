@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from emulator.cost.device import Device
@@ -145,8 +146,9 @@ def test_dense_attention_computes_whole_blocks_and_rereads_keys() -> None:
 
 def test_indexer_scores_and_topk() -> None:
     sizes = {"queries": (5,), "keys": (9,), "heads": 2, "dim": 8, "topk": 64}
-    # rows see 5..9 keys; tasks of 4 rows and 1 row, both in one wave on 2 cores: the first counts
-    scores, read = 5 + 6 + 7 + 8, 8
+    # rows see 5..9 keys; tasks of 4 rows and of 1 row run in one wave on 2 cores. The first
+    # computes more, the second reads more: 9 keys
+    scores, read = 5 + 6 + 7 + 8, 9
     found = cost("indexer", sizes, {"cube": 1})
     assert found.flops == (5 + 6 + 7 + 8 + 9) * 2 * 2 * 8
     assert found.seconds == pytest.approx(scores * 2 * 2 * 8 / (1e12 / 2))
@@ -159,8 +161,6 @@ def test_indexer_scores_and_topk() -> None:
 def test_topk_alone() -> None:
     found = cost("topk", {"rows": 5, "width": 100, "k": 32}, {"topk": 1}, "float32")
     assert found.seconds == pytest.approx(2 * (136 + 3.32 * 32) / 2 / 1e9)  # 5 rows on 4 vector cores: 2 waves
-    import numpy as np
-
     assert topk_cycles(np.array([0.0]), 32).tolist() == [0.0]
 
 
@@ -250,10 +250,8 @@ def test_dispatch_sends_all_but_the_rows_that_stay() -> None:
 
 
 def test_coefficients_by_the_most_specific_name() -> None:
-    device = toy(
-        matmul={"launch": 1}, **{"matmul.int8": {"launch": 2}, "matmul.Special": {"launch": 3}, "vector": {"launch": 4}},
-        **{"matmul.int8@benchmark": {"launch": 5}},
-    )  # fmt: skip
+    names = ("matmul", "matmul.int8", "matmul.Special", "vector", "matmul.int8@benchmark")
+    device = toy(**{name: {"launch": float(number)} for number, name in enumerate(names, 1)})
     sizes = {"m": 1, "k": 1, "n": 1}
 
     def micros(kernel: Kernel, benchmark: bool = False) -> float:

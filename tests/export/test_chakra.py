@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from emulator.cost.kernel import Slice, Timeline
 from emulator.export.chakra import write_chakra
 
-from .timelines import hand_run
+from .timelines import GATHER, LINEAR, US, hand_run
 
 descriptor_pb2 = pytest.importorskip("google.protobuf.descriptor_pb2")
 from google.protobuf import descriptor_pool, message_factory  # noqa: E402
@@ -125,3 +127,20 @@ def test_attributes_have_the_types_that_the_feeder_reads(tmp_path: Path, schema:
     assert (typed["num_ops"], typed["tensor_size"]) == ("int64_val", "uint64_val")
     assert attributes(attention)["num_ops"] == 1192
     assert found["module"] == "model.layers.0.mlp.gate"
+
+
+def test_what_runs_side_by_side_stays_so(tmp_path: Path, schema: dict[str, Any]) -> None:
+    # a gather from 2 to 20 beside linears of 0 to 10 and 10 to 15; the last linear starts at 20
+    def piece(stream: str, start: float, end: float, index: int) -> Slice:
+        record = GATHER if stream == "comm" else LINEAR
+        return Slice(0, stream, start * US, (end - start) * US, 0.0, record, index)  # type: ignore[arg-type]
+
+    own = (
+        piece("compute", 0, 10, 0),
+        piece("comm", 2, 20, 1),
+        piece("compute", 10, 15, 2),
+        piece("compute", 20, 24, 3),
+    )
+    run = replace(hand_run(), timelines=(Timeline(0, "hand", 24 * US, (own, ())),))
+    _, nodes = read(write_chakra(run, tmp_path)[0], schema)
+    assert [list(node.data_deps) for node in nodes] == [[], [], [1], [2, 3]]

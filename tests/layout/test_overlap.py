@@ -4,7 +4,6 @@ import pytest
 
 from emulator.errors import UsageError
 from emulator.layout.lowering import lower
-from emulator.layout.overlap import NEXT_STEP
 from emulator.layout.plan import load_plan
 from emulator.model.config import load_config
 from emulator.model.program import build_program
@@ -76,7 +75,7 @@ def test_the_first_layer_is_in_the_window_when_a_step_begins():
     assert sorted(of_layer.values()) == ["replicated", "tp:owner(0)"]
     last = [n for n in rank_graph.graph.nodes if op_name(n.target) == "broadcast" and not n.users]
     assert [(n.meta["module"], n.meta["async"]) for n in last] == [
-        ("model.layers.0.self_attn.q_b_proj", NEXT_STEP), ("model.layers.0.self_attn.o_proj", NEXT_STEP),
+        ("model.layers.0.self_attn.q_b_proj", None), ("model.layers.0.self_attn.o_proj", None),
     ]  # fmt: skip
 
 
