@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from emulator import (
+    cli_compare,
     cli_cost,
     cli_export,
     cli_memory,
@@ -39,6 +40,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(plan_app, name="plan")
 cli_cost.register(app)
+cli_compare.register(app)
 cli_export.register(app)
 cli_memory.register(app)
 cli_replay.register(app)
@@ -68,6 +70,10 @@ def run(
     no_static_check: Annotated[bool, typer.Option("--no-static-check", help="Run a plan that breaks a rule.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and token ids.")] = None,
     weights: Annotated[str | None, typer.Option(help="seed, or a local HF safetensors checkpoint directory.")] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(help="Quantise the weights: none, w8a8, w8a8_dynamic, w8a8_w4a8_moe, or a scheme's TOML file."),
+    ] = None,
     latent_norm_eps: Annotated[
         str | None, typer.Option(help="eps of the latent norms: hf (1e-6 always) or config (as engines do).")
     ] = None,
@@ -93,6 +99,7 @@ def run(
             "mode": mode, "dtype": dtype, "variants": variants(variant), "seed": seed, "weights": weights,
             "timeout": timeout, "passes": graph_pass or None, "contract": contract,
             "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps, "device": device,
+            "quant": quant,
         }  # fmt: skip
         given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
         if launcher.under_torchrun():

@@ -1,13 +1,13 @@
 """The commands `emulator export` and `emulator report`: a run for other tools, and as one page."""
 
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from emulator.cli_common import exit_codes
 from emulator.cost.replay import Options
 from emulator.errors import UsageError
 from emulator.export.chakra import write_chakra
@@ -61,15 +61,14 @@ def export(
     Without a device the times are the wall clock of the emulation, and the files say so.
     """
 
-    def write() -> Path:
+    with exit_codes(), no_collector():
         run = load_run(trace_dir, find_target(device, Options(quant, overlap, split_attention), database))
         if form is Format.perfetto:
-            return write_perfetto(run, out or trace_dir / "perfetto.json")
+            print(write_perfetto(run, out or trace_dir / "perfetto.json"))
+            return
         folder = out or trace_dir / form.value
         (write_mindstudio if form is Format.mindstudio else write_chakra)(run, folder)
-        return folder
-
-    print(_or_exit(write))
+        print(folder)
 
 
 def report(
@@ -83,11 +82,9 @@ def report(
 ) -> None:
     """Write one HTML page about a run: layout map, boundaries, collectives, failures, and with a device the times."""
 
-    def write() -> Path:
+    with exit_codes(), no_collector():
         target = find_target(device, Options(quant, overlap, split_attention), database)
-        return write_report(trace_dir, target, out)
-
-    print(_or_exit(write))
+        print(write_report(trace_dir, target, out))
 
 
 def write_page(folder: Path, device: str | None, *, quiet: bool) -> None:
@@ -100,12 +97,3 @@ def write_page(folder: Path, device: str | None, *, quiet: bool) -> None:
         return
     if not quiet:
         print(f"report in {path}")
-
-
-def _or_exit(write: Callable[[], Path]) -> Path:
-    try:
-        with no_collector():
-            return write()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None

@@ -29,7 +29,9 @@ def replay(
     quant: Annotated[
         str, typer.Option(help="Quantisation of the weights: none, w8a8 or another of profiles/quant, or a TOML file.")
     ] = "none",
-    overlap: Annotated[bool, typer.Option("--overlap", help="KV and weight gathers run beside compute.")] = False,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Gathers that the plan starts ahead run beside compute.")
+    ] = False,
     split_attention: Annotated[
         bool, typer.Option("--split-attention", help="Under dsa_cp, price sparse attention on local tokens, too.")
     ] = False,

@@ -21,7 +21,9 @@ ANY_DEVICE = "910C_752T"  # only work is counted, which no device changes
 
 
 def compare(
-    scenario: Scenario, plans: Sequence[str], out_dir: Path,
+    scenario: Scenario,
+    plans: Sequence[str],
+    out_dir: Path,
     on_progress: Callable[[str, str, float], None] | None = None,
 ) -> dict[str, Any]:
     """Runs the scenario under each plan, traces in out_dir/<plan>: {scenario, model, parallel, tokens, layers, mode,

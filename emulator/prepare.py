@@ -1,6 +1,6 @@
 """What a run needs before any rank starts: graph, contract, weights, batch and reference values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch
 from emulator.model.program import Program, build_program
 from emulator.model.structure import INDEXER_FIELDS, has_dsa_structure
-from emulator.model.weights import Checkpoint, seeded, weight_groups
+from emulator.model.quantised import Range, needs_ranges
+from emulator.model.weights import Checkpoint, Source, seeded, weight_groups
 from emulator.model.workload import build_workload, phase_of
 from emulator.passes.apply import apply_pass
 from emulator.passes.repetition import expand
@@ -28,7 +29,18 @@ from emulator.trace.record import fresh_folder
 from emulator.verify.choices import choices_of
 from emulator.verify.contract import Contract, load_contract, symbols_of
 from emulator.verify.expected import Peer, choices_needed
+from emulator.verify.quantised import (
+    QuantisationError,
+    float_program,
+    input_ranges,
+    quantisation_error,
+    row_parallel,
+)
 from emulator.verify.reference import Tolerance, largest_tolerance, run_reference, tolerances
+
+
+_CALIBRATION_TOKENS = 128
+_CALIBRATION_INDEX = 1009  # of a dp rank that no run has: its tokens are nobody's
 
 
 @dataclass
@@ -55,6 +67,7 @@ class Prepared:
     reference: Mapping[str, Tensor] = field(default_factory=dict)
     tolerance: Tolerance = field(default_factory=lambda: Tolerance({}, {}))
     schedule: list[list["Prepared"]] = field(default_factory=list, repr=False)
+    quantisation: QuantisationError | None = None
 
     @property
     def parts(self) -> list["Prepared"]:
@@ -176,12 +189,29 @@ def told_violations(rank_graph: RankGraph, passes: list[str]) -> str:
 def load_weights(program: Program, scenario: Scenario) -> dict[str, Tensor]:
     """The Program's weights, once on this host: written to shared memory, mapped, and unlinked (the maps live on)."""
     source = seeded(scenario.seed) if scenario.weights == "seed" else Checkpoint(Path(scenario.weights))
+    ranges = _calibrated(program, source, scenario) if needs_ranges(program.quantised) else None
+    return _shared(weight_groups(program, source, scenario.torch_dtype, ranges))
+
+
+def _shared(groups: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
     folder = shared_folder()
     try:
-        write_shared(weight_groups(program, source, scenario.torch_dtype), folder)
+        write_shared(groups, folder)
         return map_shared(folder)
     finally:
         remove_shared(folder)
+
+
+def _calibrated(program: Program, source: Source, scenario: Scenario) -> dict[str, Range]:
+    """Ranges of the activations that have static scales, over a batch of its own: the same for every plan and workload
+    of a model and seed."""
+    plain, dtype = float_program(program), scenario.torch_dtype
+    weights = _shared(weight_groups(plain, source, dtype))
+    workload = build_workload(
+        program.config, [[Request(_CALIBRATION_TOKENS)]], seed=scenario.seed, dp_index=_CALIBRATION_INDEX, dtype=dtype,
+        block_size=program.options.block_size,
+    )  # fmt: skip
+    return input_ranges(plain, weights, batch_inputs(workload.steps[0]), needs_ranges(program.quantised))
 
 
 def add_weights(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:
@@ -211,6 +241,10 @@ def add_references(prepared: Prepared) -> None:
             at = {node.name: node.meta["origin"] for node in part.rank_graph.graph.nodes}
             keep = {at[b.node] for b in part.rank_graph.boundaries if at[b.node]}
             part.reference, part.tolerance, caches = _run_part(part, keep)
+            if part.program.quantised:
+                assert part.batch is not None
+                both = own_caches(part.batch), own_caches(part.batch)
+                part.quantisation = quantisation_error(part.program, part.weights, both, row_parallel(part.rank_graph))
             if step + 1 < len(parts):
                 following = parts[step + 1]
                 following.batch = replace(following.batch, **caches)
@@ -231,8 +265,9 @@ def _run_part(part: Prepared, names: set[str]) -> tuple[dict[str, Tensor], Toler
     assert part.batch is not None
     keep = names | choices_needed(program) | choices_of(program.graph)
     inputs = own_caches(part.batch)
-    reference = run_reference(program, part.weights, inputs, keep=keep)
+    in_shards = row_parallel(part.rank_graph) if program.quantised else None
+    reference = run_reference(program, part.weights, inputs, keep=keep, in_shards=in_shards)
     caches = {name: inputs[name] for name in ("latent_caches", "index_caches")}
     again = own_caches(part.batch)
-    tolerance = tolerances(program, part.weights, again, reference, scenario.torch_dtype, scenario.seed)
+    tolerance = tolerances(program, part.weights, again, reference, scenario.torch_dtype, scenario.seed, in_shards)
     return reference, tolerance, caches

@@ -49,33 +49,51 @@ def run_on_rank(prepared: Prepared, context: RankContext) -> dict[str, Any]:
         "collectives": summarise_collectives(writer.records) if rank == 0 else None,
         "boundaries": summarise_boundaries(writer.records) if rank == 0 else None,
         "expert_rows": expert_rows(writer.records),
-        "peak_bytes": max(r["peak_bytes"] for r in writer.records if r["kind"] == "memory"),
+        "memory": _peak(writer.records),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "pss_mb": proportional_mb(),
     }
 
 
+def _peak(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The memory record of the step in which the rank held most, and the number of that step."""
+    steps = [r for r in records if r["kind"] == "memory"]
+    step = max(range(len(steps)), key=lambda i: steps[i]["peak_bytes"])
+    return {"step": step, **{k: v for k, v in steps[step].items() if k not in ("kind", "phase", "modules")}}
+
+
 def _run_step(part: Prepared, context: RankContext, writer: TraceWriter, caches: dict[str, Any]) -> dict[str, Any]:
-    """{values, breaches, num_breaches} of one step. caches: of the steps before, empty at first."""
+    """{values, cache_hash (after it), breaches, num_breaches} of one step. caches: of the steps before, empty at
+    first."""
     first_record = len(writer.records)
     writer.append({"kind": "step", "step": part.step, **step_header(part)})
     common = _common(part, context, writer)
     values: ValueReport | None = None
+    cache_hash: str | None = None
     if part.scenario.mode == "shape":
         run_shapes(part, context.rank, common)
     else:
         check, executor = _value_run(part, context.rank, common, caches)
         executor.run()
-        values = check.report
+        values, cache_hash = check.report, _cache_hash(caches)
     breaches: list[Breach] = []
     if part.contract is not None:
         records = writer.records[first_record:]
         breaches = check_trace(part.contract, records, part.symbols, part.rank_graph.plan.variants)
     return {
         "values": asdict(values) if values else None,
+        "cache_hash": cache_hash,
         "breaches": [asdict(b) for b in breaches[:50]],
         "num_breaches": len(breaches),
     }
+
+
+def _cache_hash(caches: dict[str, Any]) -> str:
+    """Of every bit of a rank's caches."""
+    digest = hashlib.sha256()
+    for cache in (*caches["latent_caches"], *caches["index_caches"]):
+        digest.update(cache.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,7 @@ def run_shapes(part: Prepared, rank: int, common: dict[str, Any]) -> None:
     with FakeTensorMode():
         Executor(
             part.rank_graph,
-            weights=lambda name, layout: shapes.weight(name, tuple(parameters[name].shape), layout),
+            weights=lambda name, layout: shapes.weight(name, parameters[name], layout),
             inputs=build_batch_shapes(part),
             shapes=shapes,
             **common,
@@ -193,7 +211,7 @@ def trace_header(prepared: Prepared, rank: int) -> dict[str, Any]:
     scenario = prepared.scenario
     return {
         "rank": rank, "scenario": scenario.name, "model": scenario.model, "mesh": prepared.mesh.describe(),
-        "mode": scenario.mode, "dtype": scenario.dtype,
+        "mode": scenario.mode, "dtype": scenario.dtype, "quant": scenario.quant,
     }  # fmt: skip
 
 

@@ -32,6 +32,9 @@ _SHOWN = (  # one layer's boundaries, in the order of the RFC's contract table
 )
 
 
+_LIVE_SHOWN = 5
+
+
 def print_summary(summary: dict[str, Any]) -> None:
     """The readable form of a run's summary, on stdout."""
     console = _console()
@@ -55,6 +58,13 @@ def print_summary(summary: dict[str, Any]) -> None:
             f"{summary['max_error_in_tolerances']:.2g} tolerances",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if summary["quantisation"]:
+        far = summary["quantisation"]["logits_rel_error"]
+        console.print(
+            f"weights {summary['quant']}: logits {far:.2g} of their largest value from those of dequantised weights",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    _print_memory(console, summary["forward_memory"])
     if summary["first_failure"]:
         _print_failure(console, summary["first_failure"])
     if summary["culprit"]:
@@ -67,6 +77,21 @@ def print_summary(summary: dict[str, Any]) -> None:
     )  # fmt: skip
     colour = "green" if summary["verdict"] == "pass" else "red"
     console.print(f"[bold {colour}]verdict: {summary['verdict']}[/bold {colour}]")
+
+
+def _print_memory(console: Console, memory: dict[str, Any]) -> None:
+    """Where a rank held most, and the largest values that it held there."""
+    of = ", ".join(f"{bytes_ / 2**20:.2f} MiB {kind}" for kind, bytes_ in memory["by_category"].items())
+    step = f", step {memory['step']}" if memory["step"] else ""
+    console.print(
+        f"forward peak {memory['peak_bytes'] / 2**20:.2f} MiB on rank {memory['rank']} ({of}) at {memory['op']} of "
+        f"{memory['module']}{step}; beside it {memory['weight_bytes'] / 2**20:.2f} MiB of weights, "
+        f"{memory['cache_bytes'] / 2**20:.2f} MiB of caches",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for value in memory["live"][:_LIVE_SHOWN]:
+        where = f"{value['node']} {_shape(value['shape'])} {value['dtype']}, {value['module']}"
+        console.print(f"  {value['bytes'] / 2**20:9.2f} MiB  {where}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _console() -> Console:

@@ -11,7 +11,7 @@ from emulator import profiles
 from emulator.cost.device import load_device
 from emulator.errors import UsageError, first_problem
 from emulator.model.batch import Request
-from emulator.model.config import ModelConfig, load_config, model_folder
+from emulator.model.config import HF_LATENT_NORM_EPS, ModelConfig, load_config, model_folder
 from emulator.model.layers import ProgramOptions
 from emulator.runtime.mesh import Mesh
 
@@ -56,10 +56,11 @@ class Scenario(BaseModel):
 
     tokens: of one prefill request per dp rank, where no step is given. step: batches that run one after the other on
     the same caches. model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json
-    to change. weights: "seed", or a checkpoint directory. mode: real tensors, or shapes only. passes: FX passes over
-    the rank graph, in order. contract: in place of the plan's; with passes, the only one that is checked. fault: one of
-    faults/catalogue, injected on purpose. latent_norm_eps: hf (1e-6 always) or config (as engines do). device: profile
-    (profiles/devices) that the run's traces are priced on.
+    to change. weights: "seed", or a checkpoint directory. quant: scheme that they are quantised by (profiles/quant).
+    mode: real tensors, or shapes only. passes: FX passes over the rank graph, in order. contract: in place of the
+    plan's; with passes, the only one that is checked. fault: one of faults/catalogue, injected on purpose.
+    latent_norm_eps: hf (1e-6 always) or config (as engines do). device: profile (profiles/devices) that the run's
+    traces are priced on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,6 +82,7 @@ class Scenario(BaseModel):
     static_check: bool = True
     seed: int = 0
     weights: str = "seed"
+    quant: str = "none"
     latent_norm_eps: Literal["hf", "config"] = "hf"
     device: str | None = None
     timeout: float = Field(default=60.0, gt=0)
@@ -112,7 +114,8 @@ class Scenario(BaseModel):
         return sum(r.query for step in self.steps() for requests in step for r in requests)
 
     def options(self) -> ProgramOptions:
-        return ProgramOptions() if self.latent_norm_eps == "hf" else ProgramOptions(latent_norm_eps=None)
+        eps = HF_LATENT_NORM_EPS if self.latent_norm_eps == "hf" else None
+        return ProgramOptions(latent_norm_eps=eps, quant=self.quant)
 
     @property
     def torch_dtype(self) -> torch.dtype:

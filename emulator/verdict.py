@@ -34,6 +34,7 @@ def summarise(
         "layers": prepared.config.num_hidden_layers,
         "mode": scenario.mode,
         "dtype": scenario.dtype,
+        "quant": scenario.quant,
         "verdict": "pass" if all(c["passed"] for c in checks) else "fail",
         "checks": checks,
         "first_failure": {k: v for k, v in first.items() if k not in ("order", "node", "edges")} if first else None,
@@ -42,6 +43,8 @@ def summarise(
         "collectives": reports[0]["collectives"],
         "boundaries": reports[0]["boundaries"],
         "per_rank": [_of_rank(report) for report in reports],
+        "forward_memory": _forward_memory(reports),
+        "quantisation": _quantisation(prepared),
         "expert_rows": _expert_rows([r["expert_rows"] for r in reports]),
         "max_abs_error": max((v["max_abs_error"] for v in values), default=None),
         "max_rel_error": max((v["max_rel_error"] for v in values), default=None),
@@ -90,6 +93,24 @@ def _expert_rows(per_rank: list[int]) -> dict[str, Any]:
     return {"per_rank": per_rank, "largest_over_mean": round(max(per_rank) / mean, 3) if mean else None}
 
 
+def _forward_memory(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The peak of the rank that held most: where it was reached, and what was live (the largest values)."""
+    highest = max(reports, key=lambda r: r["memory"]["peak_bytes"])
+    return {"rank": highest["rank"], **highest["memory"]}
+
+
+def _quantisation(prepared: Prepared) -> dict[str, Any] | None:
+    """How far the quantised reference is from a float one, over all steps and dp ranks; None of float weights."""
+    errors = [part.quantisation for part in prepared.parts if part.quantisation is not None]
+    if not errors:
+        return None
+    worst = max(errors, key=lambda e: e.worst)
+    return {
+        "products": sum(e.products for e in errors), "largest_error_in_bounds": worst.worst, "module": worst.module,
+        "logits_rel_error": max(e.logits for e in errors),
+    }  # fmt: skip
+
+
 def _of_rank(report: dict[str, Any]) -> dict[str, Any]:
     """What one rank compared and found, over all steps, and the peak of its activations and communication buffers."""
     values = [step["values"] for step in report["steps"] if step["values"]]
@@ -98,7 +119,8 @@ def _of_rank(report: dict[str, Any]) -> dict[str, Any]:
         "checked": sum(v["checked"] for v in values),
         "failures": sum(len(v["failures"]) for v in values),
         "max_rel_error": max((v["max_rel_error"] for v in values), default=None),
-        "peak_bytes": report["peak_bytes"],
+        "peak_bytes": report["memory"]["peak_bytes"],
+        "memory": {k: v for k, v in report["memory"].items() if k != "live"},
     }
 
 
@@ -133,6 +155,12 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
         add("values", bad, f"{detail} equal the one-process reference")
     problems = [problem for step in prepared.schedule for part in step for problem in _window_problems(part)]
     add("windows", "; ".join(problems[:3]), "every real row has one owner, and sees its keys there")
+    if prepared.scenario.mode == "real":
+        add("caches", *_caches(prepared, reports))
+    if found := _quantisation(prepared):
+        worst = f"largest error {found['largest_error_in_bounds']:.3g} of its bound, in {found['module']}"
+        detail = f"{found['products']} products within quantisation error of dequantised weights ({worst})"
+        add("quantisation", "" if found["largest_error_in_bounds"] <= 1 else worst, detail)
     for name, numbers in _contracts(prepared).items():
         breaches = [(r["rank"], n, b) for r in reports for n in numbers for b in r["steps"][n]["breaches"]]
         failures += [_of_breach(*breach) for breach in breaches]
@@ -142,6 +170,22 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
     same = len({r["log_hash"] for r in reports}) == 1
     add("collective order", "" if same else "ranks made different calls", "the same on every rank")
     return checks, failures
+
+
+def _caches(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[str, str]:
+    """(what is wrong, what holds): every tp rank of a dp rank has the same caches after every step."""
+    for number in range(len(prepared.schedule)):
+        for ranks in prepared.mesh.groups("tp"):
+            odd = [r for r in ranks if _cache_hash(reports, r, number) != _cache_hash(reports, ranks[0], number)]
+            if odd:
+                return f"after step {number}, the caches of ranks {ranks[0]} and {odd[0]} differ", ""
+    values = [step["values"] for r in reports for step in r["steps"] if step["values"]]
+    caches, exact = (sum(v[k] for v in values) for k in ("caches", "exact_caches"))
+    return "", f"bit-equal on the ranks of every tp group; {exact} of {caches} cache values bit-equal to the reference"
+
+
+def _cache_hash(reports: list[dict[str, Any]], rank: int, step: int) -> str:
+    return reports[rank]["steps"][step]["cache_hash"]
 
 
 def _of_violation(step: int, violation: Violation) -> dict[str, Any]:

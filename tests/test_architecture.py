@@ -18,9 +18,19 @@ LEVELS: list[set[str]] = [
     {"layout", "passes"},
     {"trace", "runtime"},
     {"verify", "cost", "memory", "faults", "export"},
-    {"scenario", "prepare", "rank", "verdict", "job", "launcher", "matrix", "locate", "shrink", "check", "plan_check"},
-    {"cli", "cli_common", "cli_cost", "cli_export", "cli_memory", "cli_plan", "cli_replay"}
-    | {"report", "report_faults", "report_html", "testing", "nn", "__main__", "__init__"},  # the last two: public names
+    {"scenario", "prepare", "rank", "verdict", "job", "launcher", "matrix", "locate", "shrink", "check", "plan_check"}
+    | {"compare"},
+    {"cli", "cli_common", "cli_compare", "cli_cost", "cli_export", "cli_memory", "cli_plan", "cli_replay"}
+    | {
+        "report",
+        "report_compare",
+        "report_faults",
+        "report_html",
+        "testing",
+        "nn",
+        "__main__",
+        "__init__",
+    },  # the last two: public names
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

@@ -96,9 +96,7 @@ def collective_kernel(call: Call, dtype: str) -> Kernel:
     item = ITEM_BYTES[dtype]
     given, made = _elements(record["inputs"][0]), _elements(record["outputs"][0])
     sizes: dict[str, Any] = {"op": record["op"], "ranks": call.group, "bytes": given * item}
-    if record["op"] == "reduce_scatter":
-        sizes["bytes"] = made * item
-    elif record["op"] == "broadcast":
+    if record["op"] in ("reduce_scatter", "broadcast"):
         sizes["bytes"] = made * item
     elif record["op"] == "all_to_all":
         kept = given // size
@@ -157,10 +155,11 @@ class Mismatch(ValueError):
 def _check_meeting(meeting: tuple[Call, ...]) -> None:
     def words(call: Call) -> tuple:
         record, attrs = call.record, call.record["attrs"]
-        own_rows = "splits" in attrs
-        shape = record["inputs"][0]["shape"][1:] if own_rows else record["inputs"][0]["shape"]
+        shape = record["outputs" if record["op"] == "broadcast" else "inputs"][0]["shape"]
+        shape = shape[1:] if "splits" in attrs else shape
         return (
             record["op"], record["module"], attrs.get("dim"), attrs.get("concat_dim"), attrs.get("leg"),
+            attrs.get("owner"),
             record["inputs"][0]["dtype"], tuple(shape),
         )  # fmt: skip
 

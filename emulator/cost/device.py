@@ -127,7 +127,7 @@ def _find(name_or_path: str) -> Device:
         return _read(Path(name_or_path))
     shipped = _shipped()
     for device in shipped:
-        if name_or_path in device.names():
+        if name_or_path.casefold() in {name.casefold() for name in device.names()}:
             return device
     known = ", ".join(device.name for device in shipped)
     raise UsageError(f"unknown device {name_or_path!r}: no such file, and profiles/devices has {known}")

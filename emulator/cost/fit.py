@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from emulator.cost.forms import START, form
+from emulator.cost.forms import form
+from emulator.cost.forms import start as first
 from emulator.cost.rows import Row
 from emulator.cost.work import NORMS, Work
 from emulator.errors import UsageError
@@ -77,7 +78,7 @@ class Table:
 
 
 class Fit:
-    """Fits a table. start: by column, in place of START. fixed: coefficients by key that are known and stay."""
+    """Fits a table. start: by column, in place of forms.start. fixed: coefficients by key that are known and stay."""
 
     def __init__(self, table: Table, start: Mapping[Column, float], fixed: Mapping[str, Mapping[str, float]]):
         self.table = table
@@ -85,7 +86,7 @@ class Fit:
         self.free = [c for c, (key, term) in enumerate(table.columns)
                      if key not in fixed and term in form(key)]  # fmt: skip
         self.all = np.ones(len(table.samples), dtype=bool)
-        self.start = np.array([start.get(c, START[c[1]]) for c in table.columns])
+        self.start = np.array([start.get(c) or first(*c) for c in table.columns])
 
     def factors(self, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Coefficients by column from these rows, by robust relative errors (soft L1).

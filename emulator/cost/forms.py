@@ -26,6 +26,14 @@ START = {
     "spread": 0.1, "row": 0.01, "vector": 0.3, "miss": 0.3,
 }  # fmt: skip
 
+ATTENTION_LAUNCH = 20.0  # us: these kernels plan their tiles on every core first
+LATE = ("sparse_attention", "dense_attention", "indexer")
+
+
+def start(key: str, term: str) -> float:
+    """Where the fit of a coefficient begins when the device has no value of its own."""
+    return ATTENTION_LAUNCH if term == "launch" and key.split(".")[0] in LATE else START[term]
+
 
 def fit_key(kernel: Kernel) -> str:
     """Name under which a kernel's coefficients are fitted: family, variant if it has one, dtype for products."""

@@ -28,6 +28,9 @@ FAMILIES: dict[str, Callable[[Kernel, Device], Work]] = {
 BENCHMARK = "@benchmark"
 BITS = {"bfloat16": "16bit", "float16": "16bit", "float8_e4m3fn": "int8"}  # run alike
 
+EXCHANGES = ("moe_dispatch", "moe_combine")
+LOW_LATENCY_TOKENS = 512  # per rank; engines dispatch larger batches with the normal kernels (vllm-ascend's MC2 limit)
+
 
 def keys(kernel: Kernel, *, benchmark: bool = False) -> list[str]:
     """Names under which a profile may hold a kernel's coefficients, the most specific first.
@@ -37,6 +40,9 @@ def keys(kernel: Kernel, *, benchmark: bool = False) -> list[str]:
     bits = BITS.get(kernel.dtype, kernel.dtype)
     kind = "vector" if kernel.family in TRAFFIC else f"matmul.{bits}"
     found = [f"{kernel.family}.{kernel.name}.{bits}", f"{kernel.family}.{kernel.name}"] if kernel.name else []
+    tokens = kernel.sizes.get("tokens", 0)
+    if kernel.family in EXCHANGES and isinstance(tokens, int | float) and tokens > LOW_LATENCY_TOKENS:
+        found.append(f"{kernel.family}.normal")
     found += [f"{kernel.family}.{bits}", kernel.family]
     if kernel.family in TRAFFIC or kernel.family in ("grouped_matmul", "fused_matmuls"):
         found.append(kind)

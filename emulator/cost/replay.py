@@ -30,10 +30,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Options:
-    """quant: quantisation scheme of the weights (profiles/quant), by name or path. overlap: gathers of the KV row
-    and of weights run beside compute. split_attention: under DSA context parallelism, sparse attention too is priced on
-    the rank's local tokens where the graph's boundary is full-token, as the indexer's query side always is. step: only
-    this one. kernels: kernel table, by name or path."""
+    """quant: quantisation scheme of the weights (profiles/quant), by name or path. overlap: collectives that the graph
+    starts ahead (gathers of the KV row, of weights) run beside compute. split_attention: under DSA context parallelism,
+    sparse attention too is priced on the rank's local tokens where the graph's boundary is full-token, as the indexer's
+    query side always is. step: only this one. kernels: kernel table, by name or path."""
 
     quant: str = "none"
     overlap: bool = False
@@ -135,7 +135,9 @@ class _Replay:
             if not priced(record):
                 return None
             if record["window"] is not None and tuple(record["window"]) != place.window:
-                raise Contradiction(f"window {record['window']}, but the step's requests give {list(place.window or ())}")
+                raise Contradiction(
+                    f"window {record['window']}, but the step's requests give {list(place.window or ())}"
+                )
             if record["op"] in COLLECTIVES or record["group"] is not None:
                 group = self.groups.members(record["group"], rank)
                 check_shapes(record, len(group))

@@ -200,7 +200,7 @@ NAMED: dict[str, Callable[[Params], list[Kernel]]] = {
     "static_quant": vector("static_quant"), "interleave_rope": rope,
     "rope": rope, "kv_rms_norm_rope_cache": vector("kv_norm_rope_cache"),
     "swiglu": vector("swiglu"), "swi_glu": vector("swiglu"),
-    "moe_gating_top_k": vector("gating_topk"), "slice": vector("copy"),
+    "moe_gating_top_k": vector("gating_topk"), "slice": vector("copy", "by input"),
     "split_qkv_rmsnorm_rope": vector("rms_norm", "SplitQkvRmsnormRope"), "cast": vector("cast"),
     "gather": vector("gather"), "transpose": vector("copy"), "copy": vector("copy"),
     "all_gather": collective("all_gather", "bytes_in_per_rank"),

@@ -213,6 +213,16 @@ def kv_norm_rope_cache(c: Call) -> list[Kernel]:
     return [Kernel("kv_norm_rope_cache", sizes, c.dtype(), "per_head")]
 
 
+def without(what: str) -> Callable[[Call], list[Kernel]]:
+    def parse(c: Call) -> list[Kernel]:
+        raise NoKernel(f"{c.kind}: its shapes do not say {what}")
+
+    return parse
+
+
+LENGTHS = without("how many keys each query sees")
+RANKS = without("how many ranks exchange, nor how much")
+
 SHAPED: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(("matmul", "matmulbench", "batchmatmul", "transposebatchmatmul", "quantbatchmatmul", "quantmatmul",
                      "weightquantbatchmatmul", "gemm"), matmul),
@@ -230,6 +240,8 @@ SHAPED: dict[str, Callable[[Call], list[Kernel]]] = {
     "moegatingtopksoftmax": vector("gating_topk", "softmax"),
     **dict.fromkeys(("moeinitrouting", "aiinframoeinitrouting"), init_routing), "moererouting": re_routing,
     **dict.fromkeys(("moefinalizerouting", "moetokenunpermute"), unpermute),
+    **dict.fromkeys(("lightningindexer", "ringmla", "ringmlaprefillbf16kernel"), LENGTHS),
+    **dict.fromkeys(("moedistributedispatch", "moedistributecombine", "dispatchffncombine"), RANKS),
     "scatterndupdate": vector("scatter"), "gather": vector("gather"),
     "cast": vector("cast"), "transpose": vector("copy"), "slice": vector("copy"),
     "stridedslice": vector("copy"), "pad": vector("copy"), "concat": vector("copy"),
@@ -241,6 +253,8 @@ SHAPED: dict[str, Callable[[Call], list[Kernel]]] = {
 def shape_kernels(c: Call) -> list[Kernel]:
     """The kernels of a call; NoKernel for a type that no family covers."""
     kind = canonical(c.kind)
+    if kind.startswith("hcom"):
+        return RANKS(c)
     if kind not in SHAPED:
         raise NoKernel(f"no op family for {c.kind!r}")
     return SHAPED[kind](c)

@@ -17,6 +17,8 @@ from emulator.cost.row_params import NAMED, NoKernel
 from emulator.cost.row_shapes import SHAPED, call, canonical, parse_shapes, shape_kernels
 from emulator.errors import UsageError
 
+BY_NAME = {canonical(name): parse for name, parse in NAMED.items()}
+
 Setting = Literal["model", "benchmark"]  # inside a model's step, or alone and repeated
 
 
@@ -110,14 +112,16 @@ def _kernels(op: str, text: str) -> list[Kernel]:
         if "input_shape" in params:
             given = call(op, params["input_shape"], params.get("dtype"), params.get("attrs") or {})
             return shape_kernels(given)
-        if op in NAMED:
-            return NAMED[op](params)
+        kind = canonical(op)
+        if kind in BY_NAME:
+            return BY_NAME[kind](params)
+        if kind in SHAPED and "shape" in params:
+            return shape_kernels(call(op, [params["shape"]], [params.get("dtype")], {}))
     except (TypeError, ValueError, IndexError, KeyError) as error:
         if isinstance(error, NoKernel):
             raise
         raise NoKernel(f"sizes are not readable: {error}") from None
-    known = canonical(op) in SHAPED
-    raise NoKernel(f"{op} without input_shape" if known else f"no op family for {op!r}")
+    raise NoKernel(f"{op} without input_shape" if kind in SHAPED else f"no op family for {op!r}")
 
 
 def _profiled(line: Mapping[str, Any], number: int, kind: str, time: str) -> Row:

@@ -58,6 +58,8 @@ def vector_op(kernel: Kernel, device: Device) -> Work:
     peak = device.vector.rates.get("float32")  # 16-bit inputs are widened
     if peak is None:
         raise Unpriceable(kernel, f"{device.name} states no float32 vector peak")
+    if not moved:
+        return Work(0.0, 0.0)  # nothing to do: returns at once
     missed = max(moved - device.memory.l2, 0.0)
     cores = device.cores.vector
     terms = (

@@ -14,6 +14,7 @@ from emulator.cost.kernel import Kernel, Slice
 from emulator.errors import UsageError
 from emulator.export.communication import Call, calls_of, communication, communication_matrix
 from emulator.export.intervals import length, overlap, union
+from emulator.export.kernel_tensors import kernel_tensors
 from emulator.export.run import Run
 from emulator.export.slice_args import group_name, kernel_names, micros
 from emulator.export.trace_view import trace_view
@@ -79,6 +80,7 @@ def kernel_rows(run: Run, rank: int, calls: dict[tuple[int, int], Call]) -> list
     Wait Time is the gap since the task before on the same stream. Block Num is not known, and 0.
     """
     rows: list[list[Any]] = []
+    dtype = run.headers[rank]["dtype"]
     for at, timeline in run.starts():
         ends = {"compute": at, "comm": at}
         for piece in timeline.slices[rank]:
@@ -94,7 +96,17 @@ def kernel_rows(run: Run, rank: int, calls: dict[tuple[int, int], Call]) -> list
                     named = [f"{piece.record['module']}/{name}", name, _core(kernel)]
                 gap = max(0.0, micros(start - ends[stream]))
                 rows.append(
-                    [timeline.step, rank, *named, micros(start), micros(seconds), gap, 0, 0, *_tensors(piece, kernel)]
+                    [
+                        timeline.step,
+                        rank,
+                        *named,
+                        micros(start),
+                        micros(seconds),
+                        gap,
+                        0,
+                        0,
+                        *_tensors(piece, kernel, dtype),
+                    ]
                 )
                 ends[stream] = start = start + seconds
     return sorted(rows, key=lambda row: row[5])
@@ -106,17 +118,10 @@ def _core(kernel: Kernel | None) -> str:
     return "AI_CORE" if kernel.family in _ON_CUBE else "MIX_AIC" if kernel.family in _ON_BOTH else "AI_VECTOR_CORE"
 
 
-def _tensors(piece: Slice, kernel: Kernel | None) -> list[str]:
-    """Shapes, types and formats of inputs and outputs, `;` between tensors. A matmul's shapes are its own (the
-    weight as [k, n]); other kernels show those of the op that they are part of."""
-    inputs, outputs = piece.record["inputs"], piece.record["outputs"]
-    if kernel is not None and kernel.family == "matmul":
-        m, k, n = (kernel.sizes[name] for name in ("m", "k", "n"))
-        batch = [kernel.sizes["batch"]] if kernel.sizes.get("batch", 1) > 1 else []
-        inputs = [{"shape": [*batch, *dims], "dtype": kernel.dtype} for dims in ((m, k), (k, n))]
-        outputs = [{"shape": [*batch, m, n], "dtype": outputs[0]["dtype"]}]
+def _tensors(piece: Slice, kernel: Kernel | None, run_dtype: str) -> list[str]:
+    """Shapes, types and formats of inputs and outputs, `;` between tensors."""
     found = []
-    for tensors in (inputs, outputs):
+    for tensors in kernel_tensors(piece, kernel, run_dtype):
         found += [
             '"' + ";".join(",".join(map(str, t["shape"])) for t in tensors) + '"',
             ";".join(DTYPES.get(t["dtype"], t["dtype"].upper()) for t in tensors),

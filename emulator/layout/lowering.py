@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.fx.node import map_aggregate
 
@@ -98,12 +98,16 @@ class _Lowering(ExpertMoves):
 
     def _weight_layout(self, name: str) -> Layout:
         """Placement of a parameter. A bias follows its weight: split with the out-features, or one rank's share
-        (partial) where the product is partial."""
+        (partial) where the product is partial. What stands beside a quantised weight follows it in the sizes that both
+        have, and is whole beside a split of others; quant_bias is placed like a bias."""
         module, _, leaf = name.rpartition(".")
         parameter = self.program.parameters[name]
         placements = self.plan.weight_of(module)
-        if leaf == "bias":
-            placements = {a: PARTIAL if p == Shard(1) else p for a, p in placements.items()}
+        if leaf == "bias" or (leaf == "quant_bias" and any(p == Shard(1) for p in placements.values())):
+            share = R if self.plan.gathers_weight(module) else PARTIAL  # with the whole weight every product is whole
+            placements = {a: share if p == Shard(1) else p for a, p in placements.items()}
+        elif leaf != "weight" and module in self.program.quantised:
+            placements = _beside(parameter, self.program.parameters[f"{module}.weight"], placements)
         for axis, placement in placements.items():
             if axis not in self.sizes or (isinstance(placement, Shard) and placement.dim >= parameter.dim()):
                 want, axes = placement_word(placement, "weight"), ", ".join(self.sizes)
@@ -205,6 +209,13 @@ class _Lowering(ExpertMoves):
         given = origin.args[0] if origin.target is operator.getitem else origin
         if given.op != "placeholder" and module not in CONTAINERS:
             self.edges.setdefault(Boundary(module, port, value.node.name))
+
+
+def _beside(parameter: Tensor, weight: Tensor, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Placement of a scale or offset beside a quantised weight. Only the weight itself is layer-sharded."""
+    own, words = parameter.symbols, weight.symbols  # type: ignore[attr-defined]
+    split = {a: words[p.dim] for a, p in placements.items() if isinstance(p, Shard)}
+    return {a: Shard(own.index(word)) for a, word in split.items() if word in own}
 
 
 def _owned(placement: Placement, size: int) -> Placement:

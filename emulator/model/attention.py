@@ -91,13 +91,14 @@ class Indexer(nn.Module):
         self.wk = IndexerKey(config, rope_scaling)
         self.k_norm = LayerNormWeights(config.index_head_dim)
         self.weights_proj = Linear(config.hidden_size, config.index_n_heads)
+        self.weights_proj.quantisable = False  # its product is taken inside the op, in the run's dtype
         self.topk, self.block_size = config.index_topk, block_size
 
     def forward(self, x: Tensor, q_resid: Tensor, cache: Tensor, inv_freq: Tensor, batch: Batch) -> Tensor:
         return ops.dsa_indexer_topk(
             q_resid, x, self.wq_b.weight, self.weights_proj.weight, cache, batch.positions, inv_freq,
             batch.query_lens, batch.kv_lens, batch.block_table,
-            self.block_size, self.topk, self.wk.interleaved, self.wk.rope_scaling,
+            self.block_size, self.topk, self.wk.interleaved, self.wk.rope_scaling, *self.wq_b.quantised(),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import emulator.ops  # noqa: F401  (registers the vocabulary)
 from emulator.model.config import HF_LATENT_NORM_EPS
+from emulator.ops.linear import QUANTISED
 
 ops = torch.ops.emulator
 
@@ -38,10 +39,12 @@ class Batch:
 @dataclass(frozen=True)
 class ProgramOptions:
     """latent_norm_eps: eps of q_a/kv_a_layernorm, None = the config's (engines), default HF's fixed 1e-6.
-    block_size: slots per block of the paged caches."""
+    block_size: slots per block of the paged caches. quant: scheme of the weights (profiles/quant); what attention works
+    on is the run's dtype whatever it says."""
 
     latent_norm_eps: float | None = HF_LATENT_NORM_EPS
     block_size: int = 16
+    quant: str = "none"
 
 
 def parameter(*shape: int, unit: int = 1) -> nn.Parameter:
@@ -52,13 +55,21 @@ def parameter(*shape: int, unit: int = 1) -> nn.Parameter:
 
 
 class Linear(nn.Module):
+    """Its weights are a set: float, or quantised codes with their scales; the op is the same."""
+
+    quantisable = True
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False, unit: int = 1):
         super().__init__()
         self.weight = parameter(out_features, in_features, unit=unit)
         self.bias = parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, *self.quantised())
+
+    def quantised(self) -> list[Tensor]:
+        """The tensors beside a quantised weight, in the op's order; none of a float one."""
+        return [getattr(self, name) for name in QUANTISED if name in self._parameters]
 
 
 class RMSNorm(nn.Module):

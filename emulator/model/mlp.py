@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Linear, ops, parameter
+from emulator.ops.moe import GROUPED_QUANTISED
 
 
 class MLP(nn.Module):
@@ -56,12 +57,15 @@ class Dispatch(nn.Module):
 
 
 class GroupedLinear(nn.Module):
+    quantisable = True
+
     def __init__(self, num_experts: int, in_features: int, out_features: int):
         super().__init__()
         self.weight = parameter(num_experts, out_features, in_features)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return ops.grouped_matmul(rows, self.weight, counts)
+        quantised = [getattr(self, name) for name in GROUPED_QUANTISED if name in self._parameters]
+        return ops.grouped_matmul(rows, self.weight, counts, *quantised)
 
 
 class Combine(nn.Module):

@@ -1,6 +1,7 @@
 """The Program: one single-device torch.fx graph of a DSA model. No ranks, no collectives, named modules."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, fx, nn
 from emulator.model.config import ModelConfig
 from emulator.model.decoder import DecoderLayer
 from emulator.model.layers import Batch, FinalNorm, Linear, ProgramOptions, parameter
+from emulator.model.quantised import QuantisedModule, quantise_modules
 
 BATCH_INPUTS = tuple(f.name for f in fields(Batch))
 
@@ -23,6 +25,8 @@ class Embedding(nn.Module):
 
 
 class LMHead(Linear):
+    quantisable = False
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.emulator.lm_head(x, self.weight)
 
@@ -70,13 +74,14 @@ class CausalLM(nn.Module):
 @dataclass(frozen=True)
 class Program:
     """graph: nodes carry meta["module"], the qualified module name; parameters: name -> shape (meta tensors).
-    modules: every module name, containers included."""
+    modules: every module name, containers included. quantised: modules whose weights are codes."""
 
     config: ModelConfig
     options: ProgramOptions
     graph: fx.Graph
     parameters: dict[str, Tensor]
     modules: tuple[str, ...]
+    quantised: Mapping[str, QuantisedModule] = field(default_factory=dict)
 
 
 class _ModuleTracer(fx.Tracer):
@@ -118,9 +123,13 @@ class _ModuleTracer(fx.Tracer):
 
 
 def build_program(config: ModelConfig, options: ProgramOptions | None = None) -> Program:
-    """Traces the model into its single-device graph. Costs no weight memory: parameters are meta tensors."""
+    """Traces the model into its single-device graph. Costs no weight memory: parameters are meta tensors.
+
+    Raises UsageError for an unknown quantisation scheme, or one that quantises what only runs in float.
+    """
     options = options or ProgramOptions()
     root = CausalLM(config, options)
+    quantised = quantise_modules(root, options.quant)
     graph = _ModuleTracer(root).trace(root)
     names = tuple(name for name, _ in root.named_modules() if name)
-    return Program(config, options, graph, dict(root.named_parameters()), names)
+    return Program(config, options, graph, dict(root.named_parameters()), names, quantised)

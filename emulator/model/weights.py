@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from emulator.errors import UsageError
 from emulator.model.program import Program
+from emulator.model.quantised import Range, quantised_tensors
 from emulator.model.rope import inverse_frequencies
 
 Source = Callable[[str, tuple[int, ...]], Tensor]
@@ -21,10 +22,13 @@ _INV_FREQ = "model.rotary_emb.inv_freq"
 _AT_LEAST_FP32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # HF keeps the router in fp32
 
 
-def weight_groups(program: Program, source: Source, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def weight_groups(
+    program: Program, source: Source, dtype: torch.dtype, ranges: Mapping[str, Range] | None = None
+) -> Iterator[dict[str, Tensor]]:
     """The Program's parameters in `dtype`, one layer (or top-level module) at a time.
 
-    The router stays in at least float32, and inv_freq in float32, whatever the dtype.
+    The router stays in at least float32, and inv_freq in float32, whatever the dtype. Quantised weights are made from
+    the source's float ones. ranges: of the inputs of modules with a static activation scale (needs_ranges).
     """
     groups: dict[str, list[str]] = {}
     for name in program.parameters:
@@ -36,12 +40,26 @@ def weight_groups(program: Program, source: Source, dtype: torch.dtype) -> Itera
             if name == _INV_FREQ:
                 loaded[name] = inverse_frequencies(program.config)[0]
                 continue
-            loaded[name] = source(name, tuple(program.parameters[name].shape)).to(parameter_dtype(name, dtype))
+            module, _, leaf = name.rpartition(".")
+            quantised = program.quantised.get(module)
+            if quantised is None or leaf == "bias":
+                loaded[name] = source(name, tuple(program.parameters[name].shape)).to(parameter_dtype(name, dtype))
+            elif leaf == "weight":
+                own = [n for n in names if n.startswith(f"{module}.")]
+                shapes = {n.rpartition(".")[2]: tuple(program.parameters[n].shape) for n in own}
+                made = quantised_tensors(
+                    quantised, source(name, quantised.shape), dtype, shapes, (ranges or {}).get(module)
+                )
+                loaded.update({f"{module}.{made_leaf}": tensor for made_leaf, tensor in made.items()})
         yield loaded
 
 
-def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which weight_groups holds a parameter."""
+def parameter_dtype(name: str, dtype: torch.dtype, parameter: Tensor | None = None) -> torch.dtype:
+    """The dtype in which weight_groups holds a parameter. parameter: its meta tensor, which knows its own dtype if it
+    belongs to a quantised weight."""
+    own: torch.dtype | None = getattr(parameter, "own_dtype", None)
+    if own is not None:
+        return own
     if name == _INV_FREQ:
         return torch.float32
     return torch.promote_types(dtype, torch.float32) if name.endswith(_AT_LEAST_FP32) else dtype

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from emulator.ops.registry import LOCAL, Illegal, Mixed, R, define, same_placement
+from emulator.ops.row_tiles import each_element
 
 
 def _add_rule(x: Placement, y: Placement) -> Placement:
@@ -29,7 +30,7 @@ def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up; without `up`, gate is packed as [gate | up] along the last dim."""
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).mul_(up)
+    return each_element(torch.nn.functional.silu, gate).mul_(up)
 
 
 def _swiglu_fake(gate: Tensor, up: Tensor | None = None) -> Tensor:

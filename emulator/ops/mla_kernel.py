@@ -6,12 +6,14 @@ H heads of one block, W columns of topk that a chunk uses.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from emulator.ops.paged import physical_rows, request_rows, row_limits
+from emulator.ops.row_tiles import in_tiles
 
 Form = Literal["gather", "expanded"]
 
@@ -117,7 +119,8 @@ def sparse_attention(
         if rows == 0:
             continue
         if form is None:
-            split = start + dims.expanded_rows(rows, kv_len - rows)
+            exact = dtype == torch.float64  # only the gather form can work on tiles of rows
+            split = start if exact else start + dims.expanded_rows(rows, kv_len - rows)
         else:
             split = stop if form == "expanded" else start
         if split > start:
@@ -144,23 +147,32 @@ def sparse_attention(
                 masked_CK = (topk_TK[span] < 0) | (topk_TK[span] >= visible_t[span].unsqueeze(1))
                 used = (~masked_CK.all(0)).nonzero()
                 width = int(used[-1]) + 1 if used.numel() else 0  # short rows leave trailing columns unused
+                width = dims.K if dtype == torch.float64 else width
                 masked_CW = masked_CK[:, :width]
                 # Position 0 stands in for ids that select nothing: every row here sees it, so it holds real data.
                 ids_CW = topk_TK[span, :width].long().masked_fill(masked_CW, 0)
                 slot_CW = ids_CW + shift_BM[request_t[span].unsqueeze(1), ids_CW // block_size]
-                out_TNv[span] = _gathered(dims, q_TNd[span], cache_SL, w_uk_NnR, w_uv_NRv, slot_CW, masked_CW, scale)
+                rows_of = partial(_gathered, dims, cache_SL, w_uk_NnR, w_uv_NRv, scale)
+                if dtype == torch.float64:  # a row's keys in one order, however they were chosen
+                    order_CW = ids_CW.masked_fill(masked_CW, block_table.numel() * block_size).argsort(
+                        dim=1, stable=True
+                    )
+                    slot_CW, masked_CW = slot_CW.gather(1, order_CW), masked_CW.gather(1, order_CW)
+                    out_TNv[span] = in_tiles(rows_of, q_TNd[span], slot_CW, masked_CW)
+                else:
+                    out_TNv[span] = rows_of(q_TNd[span], slot_CW, masked_CW)
     return out_TNv
 
 
 def _gathered(
     dims: _Dims,
-    q_CNd: Tensor,
     cache_SL: Tensor,
     w_uk_NnR: Tensor,
     w_uv_NRv: Tensor,
+    scale: float,
+    q_CNd: Tensor,
     slot_CW: Tensor,
     masked_CW: Tensor,
-    scale: float,
 ) -> Tensor:
     """Absorbed form: copy each row's selected latents and use them as both key and value of all heads."""
     (C, W), L = slot_CW.shape, cache_SL.shape[1]

@@ -4,17 +4,24 @@ Legend: T tokens, D features, E experts, k experts per token, M dispatched rows,
 X experts held here.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from emulator.ops.quantised import int4_linear, quantised_linear
 from emulator.ops.registry import LOCAL, PARTIAL, Illegal, R, compute_dtype, define, same_placement
+from emulator.ops.row_tiles import each_element, row_linear
+
+# tensors of quantised experts beside their weight, as the op takes them; 8-bit ones have no scale_bias
+GROUPED_QUANTISED = ("weight_scale", "weight_offset", "scale_bias")
 
 
 def _moe_gate(x: Tensor, weight: Tensor) -> Tensor:
     """Router logits [T, E] = x W^T in at least float32."""
     wide = compute_dtype(x, weight)
-    return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+    return row_linear(x.to(wide), weight.to(wide))
 
 
 def _moe_gate_fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,7 +51,7 @@ def _moe_topk(
     A group's score is the sum of its two best biased scores; the best topk_group groups stay in; the k best biased
     scores choose, the unbiased ones weigh. Rows with token_mask False are padding: ids -1, weights 0.
     """
-    scores = logits.sigmoid()
+    scores = each_element(torch.sigmoid, logits)
     choice = scores + bias.to(scores.dtype)
     grouped = choice.view(choice.shape[0], n_group, choice.shape[1] // n_group)
     group_scores = grouped.topk(2, dim=-1).values.sum(-1)
@@ -102,30 +109,52 @@ def _moe_dispatch_rule(x: Placement, ids: Placement) -> tuple[Placement, Placeme
     return output, output, output
 
 
-def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows [M, I] in segments of counts [S, X] (source-major, then expert); weight [X, O, I] -> [M, O]."""
-    output = rows.new_empty((rows.shape[0], weight.shape[1]))
+def _expert_linear(rows: Tensor, weight: Tensor, *quantised: Tensor | None) -> Tensor:
+    """One expert's rows through its weight: float [O, I], int8 codes, or two int4 codes in a byte (with scale_bias)."""
+    scale, offset, bias = (*quantised, None, None, None)[:3]
+    if scale is None or offset is None:
+        return row_linear(rows, weight)
+    if bias is None:
+        return quantised_linear(rows, weight, scale, offset)
+    return int4_linear(rows, weight, scale, offset, bias)
+
+
+def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor, *quantised: Tensor | None) -> Tensor:
+    """rows [M, I] in segments of counts [S, X] (source-major, then expert); weight [X, O, I] -> [M, O]. quantised: the
+    tensors of GROUPED_QUANTISED, in order, each [X, ...]; a weight of int4 codes is [X, O/2, I]."""
+    output = rows.new_empty(_grouped_shape(rows, weight, quantised))
+
+    def product(expert: int, part: Tensor) -> Tensor:
+        return _expert_linear(part, weight[expert], *(None if q is None else q[expert] for q in quantised))
+
     num_sources, num_experts = counts.shape
     if num_sources == 1:  # segments are contiguous: no index needed
         start = 0
         for expert, count in enumerate(counts[0].tolist()):
             if count:
-                torch.mm(rows[start : start + count], weight[expert].t(), out=output[start : start + count])
+                output[start : start + count] = product(expert, rows[start : start + count])
             start += count
         return output
     expert_of_row = torch.arange(num_experts).repeat(num_sources).repeat_interleave(counts.flatten())
     for expert in expert_of_row.unique().tolist():
         index = (expert_of_row == expert).nonzero().squeeze(1)
-        output[index] = rows[index] @ weight[expert].t()
+        output[index] = product(expert, rows[index])
     return output
 
 
-def _grouped_matmul_fake(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _grouped_shape(rows: Tensor, weight: Tensor, quantised: Sequence[Tensor | None]) -> tuple[int, int]:
+    scale = quantised[0] if quantised else None
+    return rows.shape[0], weight.shape[1] if scale is None else scale.shape[1]
+
+
+def _grouped_matmul_fake(rows: Tensor, weight: Tensor, counts: Tensor, *quantised: Tensor | None) -> Tensor:
     assert rows.shape[1] == weight.shape[2], f"rows of {rows.shape[1]} features, weight takes {weight.shape[2]}"
-    return rows.new_empty((rows.shape[0], weight.shape[1]))
+    return rows.new_empty(_grouped_shape(rows, weight, quantised))
 
 
-def _grouped_matmul_rule(rows: Placement, weight: Placement, counts: Placement) -> Placement:
+def _grouped_matmul_rule(rows: Placement, weight: Placement, counts: Placement, **quantised: Placement) -> Placement:
+    if any(p != weight for p in quantised.values()):
+        raise Illegal("scales stand with another rank's experts", f"scales {weight}, as the weight")
     if rows == counts and rows in (R, LOCAL) and (weight == R or (weight == Shard(0) and rows == LOCAL)):
         return rows
     raise Illegal("rows stand with another rank's experts", "expert rows x the same ranks' experts, or whole experts")
@@ -159,7 +188,9 @@ define(
     output_kind="rows",
 )
 define(
-    "grouped_matmul(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
+    "grouped_matmul(Tensor rows, Tensor weight, Tensor counts, "
+    + ", ".join(f"Tensor? {name}=None" for name in GROUPED_QUANTISED)
+    + ") -> Tensor",
     kernel=_grouped_matmul,
     fake=_grouped_matmul_fake,
     rule=_grouped_matmul_rule,

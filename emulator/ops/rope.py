@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from emulator.ops.registry import LOCAL, Illegal, R, compute_dtype, define
+from emulator.ops.row_tiles import each_element
 
 
 def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleaved: bool, scaling: float) -> Tensor:
@@ -17,7 +18,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, start: int, interleav
     half = inv_freq.shape[0]
     wide = compute_dtype(x)
     angles = positions.to(wide).unsqueeze(-1) * inv_freq.to(wide)
-    cos, sin = (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+    cos, sin = ((each_element(f, angles) * scaling).to(x.dtype) for f in (torch.cos, torch.sin))
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     part = x[..., start : start + 2 * half]

@@ -16,8 +16,9 @@ function drawHead() {
     make("li", {class: check.passed ? "" : "bad"}, make("b", {}, check.name), `: ${check.detail}`))));
   const {max_abs_error, max_rel_error, max_error_in_tolerances} = data.errors;
   if (max_abs_error !== null && max_abs_error !== undefined) {
-    main.append(make("p", {class: "soft"}, `Largest error ${max_abs_error.toPrecision(2)} absolute, ` +
-      `${max_rel_error.toPrecision(2)} of the reference's largest value, ${max_error_in_tolerances.toPrecision(2)} tolerances.`));
+    const short = value => value && value < 1e-3 ? value.toExponential(1) : value.toPrecision(2);
+    main.append(make("p", {class: "soft"}, `Largest error ${short(max_abs_error)} absolute, ` +
+      `${short(max_rel_error)} of the reference's largest value, ${short(max_error_in_tolerances)} tolerances.`));
   }
 }
 

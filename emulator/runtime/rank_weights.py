@@ -24,12 +24,12 @@ def local_shard(weight: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor
     return weight
 
 
-def fake_shard(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
-    """A tensor of this rank's shape and dtype in the current fake mode."""
-    local = list(shape)
+def fake_shard(name: str, parameter: Tensor, dtype: torch.dtype, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
+    """A tensor of this rank's shape and dtype in the current fake mode. parameter: whole, a meta tensor."""
+    local = list(parameter.shape)
     for axis, placement in layout.placements:
         if isinstance(placement, Shard):
             local[placement.dim] //= mesh.sizes[axis]
         elif isinstance(placement, Owned) and mesh.index(axis, rank) != placement.index:
             local[0] = 0
-    return torch.empty(local, dtype=parameter_dtype(name, dtype))
+    return torch.empty(local, dtype=parameter_dtype(name, dtype, parameter))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.layout.placement import Layout, Tokens
+from emulator.model.weights import parameter_dtype
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_weights import fake_shard
 
@@ -43,11 +44,12 @@ class ShapeMode:
             self._known[key] = target(*args, **kwargs)
         return self._known[key]
 
-    def weight(self, name: str, shape: tuple[int, ...], layout: Layout) -> Tensor:
-        """This rank's part of a parameter."""
-        key = (name.rpartition(".")[2], shape, layout.placements)
+    def weight(self, name: str, parameter: Tensor, layout: Layout) -> Tensor:
+        """This rank's part of a parameter. parameter: whole, a meta tensor."""
+        dtype = parameter_dtype(name, self.dtype, parameter)
+        key = (name.rpartition(".")[2], tuple(parameter.shape), dtype, layout.placements)
         if key not in self._known:
-            self._known[key] = fake_shard(name, shape, self.dtype, layout, self.mesh, self.rank)
+            self._known[key] = fake_shard(name, parameter, self.dtype, layout, self.mesh, self.rank)
         return self._known[key]
 
     def dispatch(

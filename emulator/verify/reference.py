@@ -1,6 +1,6 @@
 """The reference run: the Program on one process, whole weights, no ranks. Ranks are compared with its values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.model.program import Program
+from emulator.ops.linear import linear_in_shards
 from emulator.ops.registry import op_name
 from emulator.runtime.executor import last_uses
 from emulator.verify.choices import choices_of, differing_rows, is_choice
@@ -31,11 +32,15 @@ def run_reference(
     *,
     keep: set[str] | None,
     force: Mapping[str, Tensor] | None = None,
+    in_shards: Mapping[str, int] | None = None,
+    observe: Callable[[fx.Node, tuple, Any], None] | None = None,
 ) -> dict[str, Tensor]:
     """Values of the Program's nodes named in `keep` (None: every tensor), by node name.
 
     inputs: graph inputs; their caches are written. force: values with which the run goes on in place of its own
-    discrete choices (which are still the ones returned), so that two runs are compared on the same choices.
+    discrete choices (which are still the ones returned), so that two runs are compared on the same choices. in_shards:
+    quantised linears whose activations are scaled per shard of their in-features, as row-parallel ranks scale theirs.
+    observe(node, arguments, value): called for every computed node.
     """
     env: dict[fx.Node, Any] = {}
     kept: dict[str, Tensor] = {}
@@ -47,7 +52,13 @@ def run_reference(
             elif node.op == "get_attr":
                 env[node] = weights[node.target]
             elif node.op == "call_function":
-                value = node.target(*fx.map_arg(node.args, env.__getitem__), **node.kwargs)
+                args = fx.map_arg(node.args, env.__getitem__)
+                if in_shards is not None and node.name in in_shards:
+                    value = linear_in_shards(in_shards[node.name], *args)
+                else:
+                    value = node.target(*args, **node.kwargs)
+                if observe is not None:
+                    observe(node, args, value)
                 env[node] = force[node.name] if force is not None and is_choice(node) else value
                 if isinstance(value, Tensor) and (keep is None or node.name in keep):
                     # a cache is written in place again later, so it is copied as it is now
@@ -64,6 +75,7 @@ def tolerances(
     reference: Mapping[str, Tensor],
     dtype: torch.dtype,
     seed: int,
+    in_shards: Mapping[str, int] | None = None,
 ) -> Tolerance:
     """How far a rank's values may be from the reference.
 
@@ -78,9 +90,11 @@ def tolerances(
     generator = torch.Generator().manual_seed(seed)
     perturbed = {
         name: (w * (1 + eps * torch.randint(-1, 2, w.shape, generator=generator).to(w.dtype))).to(w.dtype)
+        if w.is_floating_point()
+        else w  # codes are what they are
         for name, w in weights.items()
     }
-    other = run_reference(program, perturbed, inputs, keep=set(reference), force=reference)
+    other = run_reference(program, perturbed, inputs, keep=set(reference), force=reference, in_shards=in_shards)
     choices = choices_of(program.graph)
     absolute, flips = {}, {}
     for name, value in reference.items():

@@ -20,13 +20,16 @@ from emulator.verify.reference import Tolerance
 
 @dataclass
 class ValueReport:
-    """What one rank found. failures: first one per node, in graph order; worst: largest error in tolerances."""
+    """What one rank found. failures: first one per node, in graph order; worst: largest error in tolerances. caches,
+    exact_caches: cache values compared, and those equal to the reference bit for bit."""
 
     checked: int = 0
     max_abs_error: float = 0.0
     max_rel_error: float = 0.0
     worst: float = 0.0
     flips: int = 0
+    caches: int = 0
+    exact_caches: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -104,6 +107,9 @@ class ValueCheck:
     def _compare_floats(self, node: fx.Node, value: Tensor, expected: Tensor, want: dict, found: dict) -> None:
         if not value.numel():
             return
+        if node.meta["layout"].kind == "cache":
+            self.report.caches += 1
+            self.report.exact_caches += torch.equal(value.nan_to_num(), expected.nan_to_num())
         value, expected = value.double(), expected.double()
         difference = (value - expected).abs()
         difference[value.isnan() & expected.isnan()] = 0.0  # cache slots that nobody wrote

@@ -53,7 +53,8 @@ def test_every_number_has_a_source_and_every_family_a_price(name: str) -> None:
 @pytest.mark.parametrize(
     ("alias", "name"),
     [("910C-die(A3)", "910C_752T"), ("A3", "910C_752T"), ("A3(presumed)", "910C_752T"), ("910B(A2)", "910B2"),
-     ("950PR_957x/9579", "950PR"), ("ATLAS_800_A3_560T_128G_DIE", "910C_560T")],
+     ("950PR_957x/9579", "950PR"), ("ATLAS_800_A3_560T_128G_DIE", "910C_560T"),
+     ("910c", "910C_752T"), ("ascend910b3", "910B3")],
 )  # fmt: skip
 def test_names_in_measured_files_are_aliases(alias: str, name: str) -> None:
     assert load_device(alias).name == name

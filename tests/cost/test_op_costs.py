@@ -266,6 +266,18 @@ def test_coefficients_by_the_most_specific_name() -> None:
     assert micros(Kernel("rope", {"rows": 1, "width": 1})) == pytest.approx(4)
 
 
+def test_large_batches_are_exchanged_by_the_normal_kernels() -> None:
+    device = toy(**{"moe_dispatch": {"launch": 1}, "moe_dispatch.normal": {"launch": 2}})
+
+    def micros(tokens: int, name: str = "") -> float:
+        sizes = {"tokens": tokens, "hidden": 8, "topk": 2, "ranks": 4, "experts": 8}
+        return price(Kernel("moe_dispatch", sizes, "int8", name), device).seconds / US
+
+    assert micros(512) == pytest.approx(1)
+    assert micros(513, "MoeDistributeDispatchV2") == pytest.approx(2)
+    assert micros(8, "normal") == pytest.approx(2)
+
+
 BAD = [
     (Kernel("warp", {}), "unknown family 'warp'"),
     (Kernel("matmul", {"m": 1, "k": 2}), "size 'n' is missing"),

@@ -76,6 +76,21 @@ def test_named_sizes(tmp_path: Path, op: str, params: dict[str, Any], kernel: Ke
     assert row.seconds == pytest.approx(1e-5)
 
 
+@pytest.mark.parametrize(
+    ("op", "params", "family"),
+    [
+        ("AllGather", {"ranks": 4, "bytes_in_per_rank": 8}, "collective"),
+        ("MatMulV2", {"M": 1, "K": 2, "N": 3, "dtype": "bf16"}, "matmul"),
+        ("scatter_nd_update", {"shape": [4, 128], "dtype": "bf16"}, "scatter"),
+        ("RmsNorm", {"shape": [4, 128], "dtype": "bf16"}, "rms_norm"),
+    ],
+)
+def test_other_spellings_and_kernel_types(tmp_path: Path, op: str, params: dict[str, Any], family: str) -> None:
+    row = one(tmp_path, op, **params)
+    assert row.why == ""
+    assert [k.family for k in row.kernels] == [family]
+
+
 def test_attention_over_sequences_of_an_average_length(tmp_path: Path) -> None:
     row = one(tmp_path, "gqa_prefill", T=10, n_seq=3, avg_seq=4, Nq=4, Nkv=1, D=128, causal=True, dtype="bf16")
     assert row.kernels[0].sizes["queries"] == (4, 4, 2)
@@ -202,7 +217,7 @@ def test_a_profilers_table_is_known_by_its_columns(tmp_path: Path, layout: str) 
     assert rows[1].kernels[0].dtype == "int8"
     sizes = rows[3].kernels[0].sizes
     assert (sizes["queries"], sizes["heads"], sizes["topk"], sizes["qk"]) == ((3,), 8, 16, 576)
-    assert "no op family for 'hcom_allGather_'" in rows[4].why
+    assert rows[4].why == "hcom_allGather_: its shapes do not say how many ranks exchange, nor how much"
     assert rows[5].why == "no duration"
     assert "not a shape list" in rows[6].why
     assert all(r.device == "" and r.setting == "model" for r in rows)

@@ -71,20 +71,18 @@ def test_sums_by_op_module_and_layer(uneven):
 
 def test_overlapped_time_is_counted_once():
     def rank(first: int) -> list[dict]:
-        given, made = tensor([8, 1], "local-token"), tensor([16, 1])
-        attrs = {"dim": 0, "async": {"start": "a", "wait": "c"}}
-        gather = op("all_gather", [given], [made], group="tp", attrs=attrs)
-        rows = [(first, "a"), (10, "b"), (1, "c")]
-        a, b, c = ({**linear(n, 8, 8), "node": node} for n, node in rows)
-        return [linear(first, 8, 8), a, gather, b, c]
+        attrs = {"dim": 0, "async": {"start": "all_gather", "wait": "w"}}
+        gather = op("all_gather", [tensor([8, 1], "local-token")], [tensor([16, 1])], group="tp", attrs=attrs)
+        wait = op("wait", [tensor([16, 1])], [tensor([16, 1])], node="w", attrs={"of": "all_gather"})
+        return [linear(first, 8, 8), gather, linear(10, 8, 8), wait, linear(1, 8, 8)]
 
     timeline = run([rank(0), rank(20)], Options(overlap=True))
-    # rank 0 computes 0..10, its gather starts with rank 1's at 20 and ends at 36; it waits 10..20 with nothing to do
+    # rank 0 computes 0..10, its gather starts with rank 1's at 20 and ends at 36: nothing to do in 10..20
     first, second = rank_times(timeline)
-    assert (first.compute, first.comm, first.overlapped, first.wait, first.idle) == (11, 16, 0, 10, 14)
-    # rank 1 computes 0..40 (a) and 40..50 (b), its gather runs 20..36
-    assert (second.compute, second.comm, second.overlapped, second.wait, second.idle) == (51, 16, 16, 0, 0)
-    assert timeline.seconds == 51
+    assert (first.compute, first.comm, first.overlapped, first.wait, first.idle) == (11, 16, 0, 10, 0)
+    # rank 1 computes 0..20 and, beside its gather, 20..30
+    assert (second.compute, second.comm, second.overlapped, second.wait, second.idle) == (31, 16, 10, 0, 0)
+    assert timeline.seconds == 37
 
 
 @pytest.mark.parametrize("options", [Options(), Options(overlap=True, quant="w8a8"), Options(split_attention=True)])

@@ -77,7 +77,9 @@ def test_kernel_details(folders: list[Path]) -> None:
     # a matmul as the kernel sees it, [m, k] and [k, n]; quotes are part of the text
     assert (linear["Input Shapes"], linear["Output Shapes"]) == ('"4,8;8,6"', '"4,6"')
     assert (absorb["Input Shapes"], absorb["Output Shapes"]) == ('"2,8,2;2,2,3"', '"2,8,3"')
-    assert (sparse["Input Shapes"], sparse["Output Shapes"]) == ('"8,6"', '"8,2,3"')
+    # absorbed: 2 heads of width 3 over 8 keys, 4 of them chosen, no rope part
+    assert (sparse["Input Shapes"], sparse["Output Shapes"]) == ('"8,2,3;8,1,3;8,1,3;8,1,4;8,2,0;8,1,0"', '"8,2,3"')
+    assert sparse["Input Data Types"] == "DT_BF16;DT_BF16;DT_BF16;INT32;DT_BF16;DT_BF16"
     assert (linear["Input Data Types"], linear["Input Formats"]) == ("DT_BF16;DT_BF16", "ND;ND")
 
 

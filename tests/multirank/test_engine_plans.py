@@ -33,10 +33,19 @@ def test_workloads(workload, plan):
 
 
 @pytest.mark.parametrize("plan", OTHERS)
-@pytest.mark.parametrize("workload", ["mixed", "three_tokens"])
+@pytest.mark.parametrize("workload", ["ragged", "fewer tokens than ranks"])
 def test_layouts_of_other_engines(workload, plan):
     """Era A's layer-sharded weights, SGLang's token orders, vLLM's and xLLM's sequence parallelism."""
     _summary(workload, plan)
+
+
+@pytest.mark.parametrize("plan", ["dsa_cp", "dsa_cp_engine", "sglang_in_seq"])
+@pytest.mark.parametrize("workload", ["ragged", "more keys than top-k"])
+def test_where_no_sum_is_reordered_values_and_caches_are_the_references_bits(workload, plan):
+    summary = _summary(workload, plan, variants={"dense_mlp": "replicated"})
+    assert summary["max_abs_error"] == 0.0
+    (caches,) = [c["detail"] for c in summary["checks"] if c["name"] == "caches"]
+    assert "24 of 24 cache values bit-equal to the reference" in caches  # 3 layers, latent and index keys, 4 ranks
 
 
 @pytest.mark.slow

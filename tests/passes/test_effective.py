@@ -26,7 +26,7 @@ def count(prepared: Prepared, graph: RankGraph, rank: int = 0) -> Counter[Effect
         return effective_ops(
             graph,
             inputs=build_batch_shapes(prepared),
-            weights=lambda name, layout: shapes.weight(name, tuple(parameters[name].shape), layout),
+            weights=lambda name, layout: shapes.weight(name, parameters[name], layout),
             shapes=shapes,
         )
 

@@ -24,7 +24,7 @@ def colours(path: Path) -> Counter[tuple[int, int, int]]:
 
 def test_a_healthy_run_is_drawn(healthy: Path, tmp_path: Path) -> None:
     page = write_report(healthy, find_target("910C_752T"), tmp_path / "a.html")
-    seen = colours(screenshot(page, tmp_path, width=1500, height=1100))
+    seen = colours(screenshot(page, tmp_path, width=1500, height=2000))
     assert len(seen) > 50
     # a cell is 16 x 14 pixels; in 4 layers on 3 ranks each state stands in several cells, and in the legend
     for colour in (FULL, LOCAL, PARTIAL, SHARD, ROWS):
@@ -55,7 +55,7 @@ def test_its_numbers_are_those_of_the_run(healthy: Path, tmp_path: Path) -> None
 
 def test_a_broken_run_is_red(broken: Path, tmp_path: Path) -> None:
     page = write_report(broken, None, tmp_path / "a.html")
-    seen = colours(screenshot(page, tmp_path, width=1500, height=1300))
+    seen = colours(screenshot(page, tmp_path, width=1500, height=2000))
     assert seen[RED] > 5000
     assert seen[GREEN] < 500
     document = dom(page, tmp_path)
