@@ -74,6 +74,10 @@ def run(
         str | None,
         typer.Option(help="Quantise the weights: none, w8a8, w8a8_dynamic, w8a8_w4a8_moe, or a scheme's TOML file."),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(help="What attention multiplies, whatever --quant: float (the dtype), or int8 (dense MLA only)."),
+    ] = None,
     latent_norm_eps: Annotated[
         str | None, typer.Option(help="eps of the latent norms: hf (1e-6 always) or config (as engines do).")
     ] = None,
@@ -99,7 +103,7 @@ def run(
             "mode": mode, "dtype": dtype, "variants": variants(variant), "seed": seed, "weights": weights,
             "timeout": timeout, "passes": graph_pass or None, "contract": contract,
             "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps, "device": device,
-            "quant": quant,
+            "quant": quant, "attention": attention,
         }  # fmt: skip
         given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
         if launcher.under_torchrun():

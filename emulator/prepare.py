@@ -16,8 +16,8 @@ from emulator.model.batch import Request, batch_inputs, own_caches
 from emulator.model.config import ModelConfig
 from emulator.model.layers import Batch
 from emulator.model.program import Program, build_program
-from emulator.model.structure import INDEXER_FIELDS, has_dsa_structure
 from emulator.model.quantised import Range, needs_ranges
+from emulator.model.structure import INDEXER_FIELDS, has_dsa_structure
 from emulator.model.weights import Checkpoint, Source, seeded, weight_groups
 from emulator.model.workload import build_workload, phase_of
 from emulator.passes.apply import apply_pass
@@ -37,7 +37,6 @@ from emulator.verify.quantised import (
     row_parallel,
 )
 from emulator.verify.reference import Tolerance, largest_tolerance, run_reference, tolerances
-
 
 _CALIBRATION_TOKENS = 128
 _CALIBRATION_INDEX = 1009  # of a dp rank that no run has: its tokens are nobody's

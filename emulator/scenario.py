@@ -57,6 +57,7 @@ class Scenario(BaseModel):
     tokens: of one prefill request per dp rank, where no step is given. step: batches that run one after the other on
     the same caches. model: a name under profiles/models or an HF model directory. model_sizes: sizes of its config.json
     to change. weights: "seed", or a checkpoint directory. quant: scheme that they are quantised by (profiles/quant).
+    attention: what attention multiplies, apart from quant: the dtype, or (dense MLA only) int8 codes.
     mode: real tensors, or shapes only. passes: FX passes over the rank graph, in order. contract: in place of the
     plan's; with passes, the only one that is checked. fault: one of faults/catalogue, injected on purpose.
     latent_norm_eps: hf (1e-6 always) or config (as engines do). device: profile (profiles/devices) that the run's
@@ -83,6 +84,7 @@ class Scenario(BaseModel):
     seed: int = 0
     weights: str = "seed"
     quant: str = "none"
+    attention: Literal["float", "int8"] = "float"
     latent_norm_eps: Literal["hf", "config"] = "hf"
     device: str | None = None
     timeout: float = Field(default=60.0, gt=0)
@@ -115,7 +117,7 @@ class Scenario(BaseModel):
 
     def options(self) -> ProgramOptions:
         eps = HF_LATENT_NORM_EPS if self.latent_norm_eps == "hf" else None
-        return ProgramOptions(latent_norm_eps=eps, quant=self.quant)
+        return ProgramOptions(latent_norm_eps=eps, quant=self.quant, attention=self.attention)
 
     @property
     def torch_dtype(self) -> torch.dtype:

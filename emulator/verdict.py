@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from emulator.cost.replay import Options
 from emulator.cost.summary import price_folder
 from emulator.errors import UsageError
 from emulator.layout.plan import layer_of
@@ -69,7 +70,7 @@ def _cost(prepared: Prepared) -> dict[str, Any] | None:
     if prepared.scenario.device is None or prepared.out_dir is None:
         return None
     try:
-        return price_folder(prepared.out_dir, prepared.scenario.device)
+        return price_folder(prepared.out_dir, prepared.scenario.device, Options(quant=prepared.scenario.quant))
     except UsageError as error:
         return {"error": str(error)}
 
@@ -157,10 +158,10 @@ def _checks(prepared: Prepared, reports: list[dict[str, Any]]) -> tuple[list[dic
     add("windows", "; ".join(problems[:3]), "every real row has one owner, and sees its keys there")
     if prepared.scenario.mode == "real":
         add("caches", *_caches(prepared, reports))
-    if found := _quantisation(prepared):
-        worst = f"largest error {found['largest_error_in_bounds']:.3g} of its bound, in {found['module']}"
-        detail = f"{found['products']} products within quantisation error of dequantised weights ({worst})"
-        add("quantisation", "" if found["largest_error_in_bounds"] <= 1 else worst, detail)
+    if quantised := _quantisation(prepared):
+        worst = f"largest error {quantised['largest_error_in_bounds']:.3g} of its bound, in {quantised['module']}"
+        detail = f"{quantised['products']} products within quantisation error of dequantised weights ({worst})"
+        add("quantisation", "" if quantised["largest_error_in_bounds"] <= 1 else worst, detail)
     for name, numbers in _contracts(prepared).items():
         breaches = [(r["rank"], n, b) for r in reports for n in numbers for b in r["steps"][n]["breaches"]]
         failures += [_of_breach(*breach) for breach in breaches]

@@ -24,17 +24,18 @@ RIGHT = {
     "dummy-graph-size-from-unpadded-tokens": (WINDOWS, "test_rows_agreed_over_dp"),
     "all2all-split-assumed-even": (WINDOWS, "test_all2all_pads_only_up_to_tp"),
     "mc2-mask-buffer-not-tp-aligned": (WINDOWS, "test_mc2_mask"),
+    "tp-o-proj-cloned-per-layer": ("memory/test_ledger.py", "test_elements_of_an_attention_layer"),
+    "sp-prefill-only-with-weight-gather": ("multirank/test_o_proj_paths.py", "test_all_to_all_serves_prefill_too"),
+    "role-selects-wrong-o-proj-path": ("multirank/test_o_proj_paths.py", "test_roles_and_states"),
     "empty-query-rank-skips-gather": (BATCHES, "test_ranks_without_a_token_make_the_same_calls"),
 }
 LATER = {
     "dcp-cache-written-with-replicated-slots": "needs a dcp axis",
     "decode-slots-compacted-with-equal-query-lengths": "needs a pcp axis",
-    "sp-prefill-only-with-weight-gather": "needs the engine's o_proj paths (DeepSeek V4)",
     "pipeline-boundary-leaks-shard-or-pad": "needs pipeline stages",
     "draft-inputs-split-unlike-target": "needs a draft layer",
     "pipeline-buffers-sized-for-full-rows": "needs pipeline stages",
-    "tp-o-proj-cloned-per-layer": "needs the weight ledger",
-    "replicated-wq-b-exceeds-matmul-limit": "needs the weight ledger",
+    "replicated-wq-b-exceeds-matmul-limit": "needs DeepSeek V4, whose wq_b reaches the limit",
 }
 ALL = 40
 

@@ -16,7 +16,13 @@ from emulator.verify.contract import check_trace, load_contract
 
 PLANS = profiles.names("plans")
 # plans that a contract describes beside the one that names it: the same layout reached by another table
-ALSO = {"decode": {"tp"}, "sp_prefill": {"vllm_sharded"}}
+ALSO = {
+    "decode": {"tp"},
+    "sp_prefill": {"vllm_sharded"},
+    # era A without layer sharding is era B
+    "engine_a_prefill": {"dsa_cp_engine", "dsa_cp_engine_a_decode"},
+    "engine_a_decode": {"dsa_cp_engine_decode", "dsa_cp_engine_a"},
+}
 
 
 def _scenario(plan: str, **more) -> Scenario:

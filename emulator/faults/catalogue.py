@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from emulator.errors import UsageError
-from emulator.faults import behaviour, gathers, metadata, reductions, transitions, weights
+from emulator.faults import behaviour, engine, gathers, metadata, reductions, transitions, weights
 from emulator.faults.fault import Fault
 from emulator.faults.on_graph import GraphEdit
 from emulator.faults.on_rank import RankSite
@@ -16,7 +16,7 @@ from emulator.runtime.mesh import Mesh
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for module in (gathers, reductions, weights, metadata, transitions, behaviour)
+    for module in (gathers, reductions, weights, metadata, transitions, behaviour, engine)
     for fault in vars(module).values()
     if isinstance(fault, Fault)
 }

@@ -97,15 +97,16 @@ class _Lowering(ExpertMoves):
             self._emit(origin, self.out.graph.create_node("get_attr", name), Layout("weight"))
 
     def _weight_layout(self, name: str) -> Layout:
-        """Placement of a parameter. A bias follows its weight: split with the out-features, or one rank's share
-        (partial) where the product is partial. What stands beside a quantised weight follows it in the sizes that both
+        """Placement of a parameter. A bias follows its weight: split with the out-features, one rank's share
+        (partial) where the product is partial, whole beside a layer-sharded weight. What stands beside a quantised weight follows it in the sizes that both
         have, and is whole beside a split of others; quant_bias is placed like a bias."""
         module, _, leaf = name.rpartition(".")
         parameter = self.program.parameters[name]
         placements = self.plan.weight_of(module)
         if leaf == "bias" or (leaf == "quant_bias" and any(p == Shard(1) for p in placements.values())):
             share = R if self.plan.gathers_weight(module) else PARTIAL  # with the whole weight every product is whole
-            placements = {a: share if p == Shard(1) else p for a, p in placements.items()}
+            instead = {Shard(1): share, **{p: R for p in placements.values() if isinstance(p, Owned)}}
+            placements = {a: instead.get(p, p) for a, p in placements.items()}
         elif leaf != "weight" and module in self.program.quantised:
             placements = _beside(parameter, self.program.parameters[f"{module}.weight"], placements)
         for axis, placement in placements.items():

@@ -4,6 +4,7 @@ Shapes come from the Program's parameters, placements from the plan, types from 
 and what is counted from accounting rules. Nothing is allocated: parameters are meta tensors.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from emulator.layout.placement import Layout
 from emulator.layout.plan import Plan, layer_of, module_pattern
 from emulator.memory.components import component_of
 from emulator.memory.held import Held, Unit, peak_bytes, stored_bytes
-from emulator.memory.parameters import Parameters, parameters_of, weight_layout
+from emulator.memory.parameters import Parameters, local_shape, owner_of, parameters_of, weight_layout
 from emulator.memory.rules import Accounting, DerivedRow, dtype_for
 from emulator.model.config import ModelConfig
 from emulator.model.quant_description import Description
@@ -133,28 +134,34 @@ class _Builder:
         """The tensors of one parameter: itself, or what its quantisation type makes of it."""
         module, _, leaf = name.rpartition(".")
         layout, chosen = self._layout(name, parameter), self.types[module]
-        local = _local(tuple(parameter.shape), layout, self.s.mesh)
+        local = local_shape(tuple(parameter.shape), layout, self.s.mesh, self.s.rank)
         if chosen.type == FLOAT or leaf != "weight":
-            return self._float(name, local, layout, chosen)
+            return self._float(name, tuple(parameter.shape), local, layout, chosen)
         rows = load_type(chosen.type).rows(module, parameter.dim(), chosen.type)
         if not self.s.rules.has_own_inputs(module):
             rows = [row for row in rows if row.per_output]
-        sizes = {"out": local[-2], "in": local[-1], "experts": local[0]}
+        whole = tuple(parameter.shape)
+        beside = whole if owner_of(layout) is not None else local  # only the weight itself is layer-sharded
         symbols = ("out", "in") if parameter.dim() == 2 else ("experts", "out", "in")
         split = {symbols[p.dim]: axis for axis, p in layout.placements if isinstance(p, Shard)}
         parts: dict[str, list[Held]] = {"loading": [], "always": [], "after": []}
         for row in rows:
-            shape, dtype = row.local_shape(sizes, module), row.torch_dtype(self.s.dtype)
-            placement = _placement(row, split)
+            is_weight, dtype = row.name == "weight", row.torch_dtype(self.s.dtype)
+            shape = row.local_shape(_sizes(local if is_weight else beside), module)
+            placement = _placement(row, split) if owner_of(layout) is None or not is_weight else str(layout)
             rule = f"{chosen.rule} -> {chosen.type} {row.name}"
             held = self._held(f"{module}.{row.name}", shape, dtype, row.category, rule, placement, nz=row.nz,
                               replaces=f"{module}.{row.replaces}" if row.replaces else None)  # fmt: skip
             parts[row.held].append(held)
+            if is_weight and row.held == ("loading" if self.s.rules.state == "loaded" else "after"):
+                parts["always"] += self._window(held, row.local_shape(_sizes(whole), module), layout)
             if row.whole is not None:
                 parts["after"] += self._whole(held, row.whole, [str(d).partition("/")[0] for d in row.shape], split)
         return Unit(tuple(parts["always"]), tuple(parts["loading"]), tuple(parts["after"]))
 
-    def _float(self, name: str, local: tuple[int, ...], layout: Layout, chosen: Classified) -> Unit:
+    def _float(
+        self, name: str, whole: tuple[int, ...], local: tuple[int, ...], layout: Layout, chosen: Classified
+    ) -> Unit:
         dtype = self.s.rules.dtype_of(name, self.s.dtype)
         category = "float_exception" if self.quantised else "checkpoint_weight"
         matrix = len(local) > 1 and name.endswith(".weight")
@@ -164,7 +171,22 @@ class _Builder:
             dims = [str(d) for d in range(len(local))]
             split = {str(p.dim): axis for axis, p in layout.placements if isinstance(p, Shard)}
             made = self._whole(held, "gathered", dims, split)
-        return Unit((held,), (), tuple(made))
+        return Unit((held, *self._window(held, whole, layout)), (), tuple(made))
+
+    def _window(self, held: Held, whole: tuple[int, ...], layout: Layout) -> list[Held]:
+        """Buffers that layer-sharded weights are received in, shared by the layers: one per layer that the plan brings
+        ahead, and what the rules add."""
+        pattern, leaf = module_pattern(held.module), held.name.rpartition(".")[2]
+        key = (f"{pattern}.{leaf}", whole, getattr(torch, held.dtype))
+        if owner_of(layout) is None or self.s.rules.window_buffers is None or key in self.shared:
+            return []
+        self.shared.add(key)
+        _, ahead = self.s.plan.start_of(held.module) or ("", 0)
+        rule = f"plan {self.s.plan.name}: {pattern} is layer-sharded, brought {ahead} layers ahead"
+        return [
+            self._held(f"{key[0]}.whole{i}", whole, key[2], "full_layout_copy", rule, "replicated")
+            for i in range(ahead + self.s.rules.window_buffers)
+        ]
 
     def _whole(self, held: Held, how: str, dims: list[str], split: Mapping[str, str]) -> list[Held]:
         """Buffers of a stored shard that the plan uses whole: gathered ones are shared by the layers, and a shard that
@@ -202,7 +224,7 @@ class _Builder:
         if self.types[module].type != FLOAT:
             raise UsageError(f"{module} is {self.types[module].type} ({self.types[module].rule}), but must be FLOAT")
         layout = self._layout(name, parameter)
-        local = _local(tuple(parameter.shape), layout, self.s.mesh)
+        local = local_shape(tuple(parameter.shape), layout, self.s.mesh, self.s.rank)
         sizes = {**self.s.sizes, **_numbers(self.s.config), "heads": local[0] // getattr(parameter, "shard_unit", 1)}
         made = []
         for row in self._derived_rows(name):
@@ -228,7 +250,7 @@ class _Builder:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, rule: str, placement: str, *,
         nz: bool = False, replaces: str | None = None, component: str | None = None,
     ) -> Held:  # fmt: skip
-        module = name.removesuffix(".whole").removesuffix(".to_gather").rpartition(".")[0]
+        module = re.sub(r"\.(whole\d*|to_gather)$", "", name).rpartition(".")[0]
         layer = layer_of(module)
         if layer is not None and layer >= self.s.config.num_hidden_layers:
             component = "mtp"
@@ -239,13 +261,9 @@ class _Builder:
         )  # fmt: skip
 
 
-def _local(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """A rank's part of a whole shape."""
-    local = list(shape)
-    for axis, placement in layout.placements:
-        if isinstance(placement, Shard):
-            local[placement.dim] //= mesh.sizes[axis]
-    return tuple(local)
+def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
+    """The words of a quantised weight [out, in] or [experts, out, in]."""
+    return {"out": shape[-2], "in": shape[-1], "experts": shape[0]}
 
 
 def _placement(row: TensorRow, split: Mapping[str, str]) -> str:

@@ -14,7 +14,8 @@ from emulator.model.config import ModelConfig
 from emulator.model.decoder import DecoderLayer
 from emulator.model.layers import Linear, ProgramOptions, RMSNorm
 from emulator.model.program import CausalLM, Embedding, LMHead
-from emulator.ops.registry import PARTIAL, Shard
+from emulator.ops.registry import PARTIAL, Owned, R, Shard
+from emulator.runtime.mesh import Mesh
 
 # an MTP layer's own modules (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2; names of its checkpoint) ->
 # the module of the model whose row in the plan they share
@@ -85,10 +86,13 @@ def _longer(config: ModelConfig, added: int) -> ModelConfig:
 
 def weight_layout(name: str, parameter: Tensor, plan: Plan, sizes: Mapping[str, int], row: str) -> Layout:
     """Where a plan puts a parameter, as lowering does: a bias is split with the out-features, or partial where the
-    product is. row: the module whose row in the plan applies. Raises UsageError for a split that does not divide."""
+    product is. A layer-sharded one is on the tp rank of its layer. row: the module whose row in the plan applies.
+
+    Raises UsageError for a split that does not divide."""
     placements = plan.weight_of(row)
     if name.endswith(".bias"):
-        placements = {a: PARTIAL if p == Shard(1) else p for a, p in placements.items()}
+        share = R if plan.gathers_weight(row) else PARTIAL
+        placements = {a: share if p == Shard(1) else p for a, p in placements.items()}
     for axis, placement in placements.items():
         if not isinstance(placement, Shard):
             continue
@@ -100,7 +104,24 @@ def weight_layout(name: str, parameter: Tensor, plan: Plan, sizes: Mapping[str, 
         if units % sizes[axis]:
             what = f"{units} heads" if unit > 1 else f"{units} (dim {placement.dim})"
             raise UsageError(f"plan {plan.name}: {axis} {sizes[axis]} does not divide {what} of {name}")
-    return Layout("weight").placed(**{a: p for a, p in placements.items() if sizes[a] > 1})
+    on_ranks = {a: Owned(p.index % sizes[a]) if isinstance(p, Owned) else p for a, p in placements.items()}
+    return Layout("weight").placed(**{a: p for a, p in on_ranks.items() if sizes[a] > 1})
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """A rank's part of a whole shape; of a layer-sharded weight, no row where another rank owns it."""
+    local = list(shape)
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            local[placement.dim] //= mesh.sizes[axis]
+        elif isinstance(placement, Owned) and mesh.index(axis, rank) != placement.index:
+            local[0] = 0
+    return tuple(local)
+
+
+def owner_of(layout: Layout) -> int | None:
+    """Which tp rank holds a layer-sharded weight."""
+    return next((p.index for _, p in layout.placements if isinstance(p, Owned)), None)
 
 
 def raw_sizes(folder: Path) -> dict[str, int]:

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
 from emulator.layout.plan import Plan
 from emulator.model.quantisation import FLOAT, Category, Classified, QuantScheme, load_profile
@@ -52,7 +52,9 @@ class Accounting(BaseModel):
     classified like other layers, by its table of modules. dtypes: parameters kept in another dtype than the model's.
     types: the last rule that applies to a module wins; a quant_model_description.json wins over all. fused: linears
     with the same input that are held as one: what does not depend on their outputs exists once. whole_weights: whether
-    a plan's whole weights of stored shards have buffers of their own. never_nz: modules that never store NZ blocks.
+    a plan's whole weights of stored shards have buffers of their own. window_buffers: of layer-sharded weights, buffers
+    for whole ones beside one per layer that the plan brings ahead (None: no buffers are counted). never_nz: modules
+    that never store NZ blocks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,6 +69,7 @@ class Accounting(BaseModel):
     caches: tuple[CacheRow, ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
     whole_weights: bool = False
+    window_buffers: NonNegativeInt | None = None
     never_nz: tuple[str, ...] = ()
 
     @model_validator(mode="after")

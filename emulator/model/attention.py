@@ -116,14 +116,16 @@ class SparseAttention(nn.Module):
 class DenseAttention(nn.Module):
     """Every query sees all keys before it."""
 
-    def __init__(self, scale: float, block_size: int):
+    def __init__(self, scale: float, block_size: int, int8: bool = False):
         super().__init__()
-        self.scale, self.block_size = scale, block_size
+        self.scale, self.block_size, self.int8 = scale, block_size, int8
 
     def forward(self, q: Tensor, cache: Tensor, w_uk_t: Tensor, w_uv: Tensor, batch: Batch) -> Tensor:
+        quantised = (True,) if self.int8 else ()
         return ops.multihead_latent_attention(
-            q, cache, w_uk_t, w_uv, batch.query_lens, batch.kv_lens, batch.block_table, self.block_size, self.scale
-        )
+            q, cache, w_uk_t, w_uv, batch.query_lens, batch.kv_lens, batch.block_table, self.block_size, self.scale,
+            *quantised,
+        )  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -144,8 +146,10 @@ class Attention(nn.Module):
         self.kv_b_proj = KeyValueUp(config)
         self.indexer = Indexer(config, self.rope_scaling, options.block_size) if config.has_indexer(layer) else None
         self.kv_row, self.cache = Cat(), CacheWrite()
-        kernel = SparseAttention if has_dsa_structure(config) else DenseAttention
-        self.attn = kernel(softmax_scale(config), options.block_size)
+        if has_dsa_structure(config):
+            self.attn: nn.Module = SparseAttention(softmax_scale(config), options.block_size)
+        else:
+            self.attn = DenseAttention(softmax_scale(config), options.block_size, options.attention == "int8")
         width = config.num_attention_heads * config.v_head_dim
         self.o_proj = OutputProjection(width, config.hidden_size, config.attention_bias, unit=config.v_head_dim)
 

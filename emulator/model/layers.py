@@ -4,7 +4,7 @@ The modules of this folder know nothing of ranks. They run eagerly and are trace
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,13 @@ class Batch:
 @dataclass(frozen=True)
 class ProgramOptions:
     """latent_norm_eps: eps of q_a/kv_a_layernorm, None = the config's (engines), default HF's fixed 1e-6.
-    block_size: slots per block of the paged caches. quant: scheme of the weights (profiles/quant); what attention works
-    on is the run's dtype whatever it says."""
+    block_size: slots per block of the paged caches. quant: scheme of the weights (profiles/quant). attention: what
+    attention multiplies, whatever the weights are: the run's dtype, or (dense MLA only) int8 codes."""
 
     latent_norm_eps: float | None = HF_LATENT_NORM_EPS
     block_size: int = 16
     quant: str = "none"
+    attention: Literal["float", "int8"] = "float"
 
 
 def parameter(*shape: int, unit: int = 1) -> nn.Parameter:

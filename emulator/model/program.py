@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from emulator.errors import UsageError
 from emulator.model.config import ModelConfig
 from emulator.model.decoder import DecoderLayer
 from emulator.model.layers import Batch, FinalNorm, Linear, ProgramOptions, parameter
 from emulator.model.quantised import QuantisedModule, quantise_modules
+from emulator.model.structure import has_dsa_structure
 
 BATCH_INPUTS = tuple(f.name for f in fields(Batch))
 
@@ -125,9 +127,14 @@ class _ModuleTracer(fx.Tracer):
 def build_program(config: ModelConfig, options: ProgramOptions | None = None) -> Program:
     """Traces the model into its single-device graph. Costs no weight memory: parameters are meta tensors.
 
-    Raises UsageError for an unknown quantisation scheme, or one that quantises what only runs in float.
+    Raises UsageError for an unknown quantisation scheme, one that quantises what only runs in float, and int8 attention
+    of a model that attends sparsely.
     """
     options = options or ProgramOptions()
+    if options.attention != "float" and has_dsa_structure(config):
+        raise UsageError(
+            f"attention {options.attention}: sparse attention takes float inputs, only dense MLA has int8 ones"
+        )
     root = CausalLM(config, options)
     quantised = quantise_modules(root, options.quant)
     graph = _ModuleTracer(root).trace(root)

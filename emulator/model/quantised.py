@@ -37,7 +37,7 @@ def quantise_modules(root: nn.Module, scheme_name: str) -> dict[str, QuantisedMo
         module = modules[name]
         if not getattr(module, "quantisable", False):
             raise UsageError(f"{name} is {chosen.type} ({chosen.rule}), but runs in float only")
-        made[name] = QuantisedModule(chosen.type, tuple(module.weight.shape))
+        made[name] = QuantisedModule(chosen.type, tuple(module.get_parameter("weight").shape))
         _replace(module, name, chosen.type)
     return made
 
@@ -47,7 +47,7 @@ def _replace(module: nn.Module, name: str, type_name: str) -> None:
     that it is placed like the weight, and its own dtype if it is not the run's."""
     if type_name not in _MAKERS:
         raise UsageError(f"{name} is {type_name}, which no kernel here runs (kernels: {', '.join(_MAKERS)})")
-    weight: Tensor = module.weight
+    weight = module.get_parameter("weight")
     sizes = {"out": weight.shape[-2], "in": weight.shape[-1], "experts": weight.shape[0]}
     for row in load_type(type_name).rows(name, weight.dim(), type_name):
         if row.held == "after":

@@ -25,7 +25,8 @@ def any_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *quantised
     if not quantised or quantised[0] is None:
         return row_linear(x, weight, bias)
     scale, offset, *static = quantised
-    assert offset is not None, "a quantised weight has a scale and an offset"
+    assert scale is not None
+    assert offset is not None
     y = quantised_linear(x, weight, scale, offset, *static)
     return y if bias is None else y + bias
 

@@ -33,7 +33,9 @@ def quantised_linear(
     """
     if input_scale is None:
         return _rescaled(x, *row_codes(x), weight, weight_scale, weight_offset)
-    assert input_offset is not None and quant_bias is not None and deq_scale is not None
+    assert input_offset is not None
+    assert quant_bias is not None
+    assert deq_scale is not None
     wide = compute_dtype(x)
     sums = int_matmul(static_codes(x, input_scale, input_offset), weight) + quant_bias
     return _poisoned(sums.to(wide) * deq_scale.to(wide), x)

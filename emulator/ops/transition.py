@@ -137,8 +137,11 @@ _register(
     "broadcast(Tensor x, str axis, int size, int owner, int rows) -> Tensor",
     lambda x, axis, size, owner, rows: x.new_empty((rows, *x.shape[1:])),
 )
-_register("regroup(Tensor x, str axis, int size) -> Tensor", lambda x, axis, size: torch.empty_like(x))
-_register("wait(Tensor x) -> Tensor", torch.empty_like)
+_register(
+    "regroup(Tensor x, str axis, int size) -> Tensor",
+    lambda x, axis, size: torch.empty_like(x), lambda x, axis, size: x.clone(),
+)  # fmt: skip
+_register("wait(Tensor x) -> Tensor", torch.empty_like, torch.clone)
 _register(
     "local_query_lens(Tensor query_lens, str axis, int size, int per, str order) -> Tensor",
     lambda query_lens, axis, size, per, order: _windows_fake(query_lens, order, per),

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from emulator.ops.registry import op_name
-from emulator.ops.transition import TRANSITIONS, local_lengths
+from emulator.ops.transition import COLLECTIVES, LOCAL_CUTS, TRANSITIONS, window_lengths, windows_of
 from emulator.runtime.collectives import splits
 from emulator.runtime.mesh import Mesh
 
 Values = list[Tensor]
 
-MOVES = tuple(name for name in TRANSITIONS if name not in ("pad", "unpad"))
+MOVES = (*COLLECTIVES, *LOCAL_CUTS)  # depend on the rank
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
@@ -39,8 +39,11 @@ def transition(op: str, operands: list[list[Any]], mesh: Mesh) -> Values:
         elif op == "slice_rows":
             result.append(args[0].split(splits(args[1], args[3]))[index])
         elif op in ("local_query_lens", "local_kv_lens"):
-            queries, start = args[at - 1], index * args[-1]
-            result.append(local_lengths(queries, args[0], start, start + args[-1])[op == "local_kv_lens"])
+            _, size, per, order = args[at:]
+            windows = windows_of(order, size, per, index)
+            result.append(window_lengths(args[at - 1], args[0], windows)[op == "local_kv_lens"])
+        elif op == "broadcast":
+            result.append(parts[args[3]])
         elif op == "all_reduce":
             result.append(total(parts))
         elif op == "reduce_scatter":

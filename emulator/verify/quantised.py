@@ -3,7 +3,7 @@ how far every quantised product may be, and is, from that of the dequantised wei
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,20 +11,20 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Shard
 
 from emulator.layout.rank_graph import RankGraph
-from emulator.model.layers import ProgramOptions
 from emulator.model.program import Program, build_program
 from emulator.model.quantised import Range
-from emulator.ops.linear import QUANTISED
+from emulator.ops.linear import QUANTISED, any_linear
 from emulator.ops.quantised import dequantised, row_codes, unpack_int4
 from emulator.ops.registry import OPS, compute_dtype, op_name
 from emulator.verify.choices import choices_of
 from emulator.verify.reference import run_reference
 
+_TOPK_QUANTISED = OPS["dsa_indexer_topk"].argument_names.index(QUANTISED[0])
+
 
 def float_program(program: Program) -> Program:
     """The same Program with float weights; its computed nodes have the same names."""
-    options = program.options
-    return build_program(program.config, ProgramOptions(options.latent_norm_eps, options.block_size))
+    return build_program(program.config, replace(program.options, quant="none"))
 
 
 def dequantised_weights(program: Program, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,7 +101,11 @@ def quantisation_error(
 
     def observe(node: fx.Node, args: tuple, value: Any) -> None:
         name = op_name(node.target)
-        if name in ("linear", "grouped_matmul") and isinstance(value, Tensor):
+        if name == "dsa_indexer_topk":  # its query projection is a linear inside the op
+            q_resid, _, wq_b = args[:3]
+            name, args = "linear", (q_resid, wq_b, None, *args[_TOPK_QUANTISED:])
+            value = any_linear(*args)
+        if name in ("linear", "grouped_matmul"):
             ratio = product_error(name, args, value, in_shards.get(node.name, 1))
             if ratio is not None:
                 error.meet(node.meta["module"], ratio)

@@ -238,3 +238,24 @@ def test_an_op_that_the_table_lacks():
 def test_a_weight_type_that_the_table_lacks(tmp_path):
     with pytest.raises(UsageError, match="no kernel for weights of type W4A8_DYNAMIC"):
         kernels(experts(), quant="w8a8_w4a8_moe")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_run_with_quantised_weights_has_their_scales_among_its_inputs(static):
+    beside = [tensor([40, 1], "replicated")] * 2
+    if static:
+        beside += [tensor([1], "replicated"), tensor([1], "replicated", "int8")]
+        beside += [tensor([40], "replicated", "int32"), tensor([40], "replicated", "float32")]
+    quant = "w8a8" if static else "w8a8_dynamic"
+    plain, quantised = linear(3, 20, 40), linear(3, 20, 40)
+    quantised["inputs"] += beside
+    assert kernels(quantised, quant=quant) == kernels(plain, quant=quant)
+    indexer = topk(12)
+    indexer["inputs"] += [tensor([24, 1], "replicated")] * 2 + beside[2:]
+    assert kernels(indexer, quant=quant) == kernels(topk(12), quant=quant)
+    grouped = experts()
+    grouped["inputs"] += [tensor([3, 40, 1], "ep:shard(0)")] * 2
+    assert kernels(grouped, quant=quant) == kernels(experts(), quant=quant)
+    quantised["inputs"][2] = tensor([41, 1], "replicated")
+    with pytest.raises(Contradiction, match=r"input 2 is \[41, 1\]"):
+        kernels(quantised, quant=quant)

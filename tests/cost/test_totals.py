@@ -70,11 +70,11 @@ def test_sums_by_op_module_and_layer(uneven):
 
 
 def test_overlapped_time_is_counted_once():
-    def rank(first: int) -> list[dict]:
+    def rank(first: int, beside: int = 10) -> list[dict]:
         attrs = {"dim": 0, "async": {"start": "all_gather", "wait": "w"}}
         gather = op("all_gather", [tensor([8, 1], "local-token")], [tensor([16, 1])], group="tp", attrs=attrs)
         wait = op("wait", [tensor([16, 1])], [tensor([16, 1])], node="w", attrs={"of": "all_gather"})
-        return [linear(first, 8, 8), gather, linear(10, 8, 8), wait, linear(1, 8, 8)]
+        return [linear(first, 8, 8), gather, linear(beside, 8, 8), wait, linear(1, 8, 8)]
 
     timeline = run([rank(0), rank(20)], Options(overlap=True))
     # rank 0 computes 0..10, its gather starts with rank 1's at 20 and ends at 36: nothing to do in 10..20
@@ -83,6 +83,9 @@ def test_overlapped_time_is_counted_once():
     # rank 1 computes 0..20 and, beside its gather, 20..30
     assert (second.compute, second.comm, second.overlapped, second.wait, second.idle) == (31, 16, 10, 0, 0)
     assert timeline.seconds == 37
+    # rank 0's gather starts with rank 1's at 30 and ends at 46, amid its compute of 5..105; the step ends at 131
+    inside, _ = rank_times(run([rank(5, 100), rank(30, 100)], Options(overlap=True)))
+    assert (inside.compute, inside.comm, inside.overlapped, inside.wait, inside.idle) == (106, 16, 16, 0, 25)
 
 
 @pytest.mark.parametrize("options", [Options(), Options(overlap=True, quant="w8a8"), Options(split_attention=True)])

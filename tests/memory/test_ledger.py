@@ -266,3 +266,26 @@ def test_mistakes_are_told(ledger_of):
         ledger_of("glm-5.1-mini", "tp", rules="engine", quant="none", tp=16, ep=16, embedding="replicated")
     with pytest.raises(UsageError, match="rank 8: the mesh has ranks 0 to 7"):
         ledger_of("glm-5.1-mini", "tp", rules="engine", quant="none", tp=4, dp=2, ep=8, rank=8)
+
+
+def test_layer_sharded_weights_are_on_their_owner_and_in_the_window(ledger_of):
+    # 5 layers on 4 ranks: layers 0 and 4 on rank 0; q_b_proj [672, 56], o_proj [144, 624]
+    whole = 672 * 56 + 144 * 624
+    for quant, size in (("none", 8), ("w8a8", 1)):
+        for rank, owned in enumerate((2, 1, 1, 1)):
+            ledger = ledger_of(
+                "glm-5.1-mini", "dsa_cp_engine_a", rules="emulator", quant=quant, tp=4, ep=4, dtype=torch.float64,
+                rank=rank,
+            )  # fmt: skip
+            held = [t for t in ledger.tensors if t.name.endswith(("q_b_proj.weight", "o_proj.weight"))]
+            assert sum(t.bytes for t in held) == owned * whole * size
+            assert {t.layer: t.placement for t in held} == {i: f"tp:owner({i % 4})" for i in range(5)}
+            # the layers of which a rank has none are brought one layer ahead: the first is there from the start
+            assert ledger.by("category")["full_layout_copy"] == whole * size
+            scales = [t for t in ledger.tensors if t.name.endswith("o_proj.deq_scale")]
+            assert [t.bytes for t in scales] == ([144 * 4] * 5 if quant == "w8a8" else [])
+    # an engine's window has two buffers, and each layer still only one owner
+    engine = ledger_of("glm-5.1-mini", "dsa_cp_engine_a", rules="engine", quant="w8a8", tp=4, ep=4, rank=1)
+    assert engine.by("category")["full_layout_copy"] == 2 * whole
+    held = [t for t in engine.tensors if t.name.endswith(("q_b_proj.weight", "o_proj.weight"))]
+    assert sum(t.bytes for t in held) == whole

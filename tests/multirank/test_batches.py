@@ -42,7 +42,10 @@ def _holds(summary: dict, *, exact: bool = False) -> None:
     assert names[:4] == ["static layout", "values", "windows", "caches"]
     assert len(names) > 5  # and a contract
     assert summary["max_rel_error"] < 1e-9
-    assert (summary["max_abs_error"] == 0) == exact
+    if exact:
+        assert summary["max_abs_error"] == 0
+    elif summary["parallel"]["tp"] == 4:  # two halves can be summed as the reference sums them
+        assert summary["max_abs_error"] > 0
 
 
 # every workload twice, with every plan and every variant in turn
