@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from emulator.errors import LayoutError, UsageError
-from emulator.faults.catalogue import inject_in_graph
+from emulator.faults.catalogue import find_fault, inject_in_graph
 from emulator.layout.lowering import lower
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import Plan, load_plan, module_pattern, plan_for
@@ -91,6 +91,8 @@ def prepare(scenario: Scenario, out_dir: Path | None = None, *, graph_only: bool
     if scenario.fault and scenario.mode != "real":
         raise UsageError(f"fault {scenario.fault}: faults are injected in mode real only")
     program = build_program(config, scenario.options())
+    if scenario.fault and program.quantised and find_fault(scenario.fault).kind == "weights":
+        raise UsageError(f"fault {scenario.fault}: faults of weights change float values, quant must be none")
     graphs = _Graphs(scenario, program, mesh)
     schedule = [
         _parts(scenario, config, mesh, graphs, number, step, out_dir) for number, step in enumerate(scenario.steps())

@@ -7,7 +7,7 @@ from emulator.cost.vector import TRAFFIC
 PRODUCTS = ("matmul", "grouped_matmul", "fused_matmuls")
 
 FORMS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(PRODUCTS, ("launch", "fill", "cube", "memory", "tail", "misaligned", "dequant")),
+    **dict.fromkeys(PRODUCTS, ("launch", "fill", "cube", "memory", "reload", "tail", "turn", "misaligned", "dequant")),
     "sparse_attention": ("launch", "cube", "gather"),
     "dense_attention": ("launch", "cube", "gather"),
     "indexer": ("launch", "cube", "memory", "topk"),
@@ -15,14 +15,14 @@ FORMS: dict[str, tuple[str, ...]] = {
     "collective": ("launch", "wide", "switch", "wire", "wire_reduce", "latency"),
     "moe_dispatch": ("launch", "latency", "wire", "spread"),
     "moe_combine": ("launch", "latency", "wire", "spread"),
-    **dict.fromkeys((*TRAFFIC, "vector"), ("launch", "fill", "row", "vector", "memory", "miss")),
+    **dict.fromkeys((*TRAFFIC, "vector"), ("launch", "fill", "row", "vector", "memory", "miss", "misaligned")),
 }
 
 # Starting values: launch-like terms in us, others multiples of the ideal time. A fit is pulled towards them, so that
 # a term which few rows tell apart stays physical; secondary terms start small.
 START = {
-    "launch": 6.0, "fill": 4.0, "cube": 1.2, "memory": 1.3, "tail": 0.3, "misaligned": 1.0, "dequant": 0.1,
-    "gather": 1.7, "topk": 1.5, "wire": 1.0, "wire_reduce": 1.2, "wide": 5.0, "switch": 3.0, "latency": 1.0,
+    "launch": 6.0, "fill": 4.0, "cube": 1.2, "memory": 1.3, "tail": 0.3, "reload": 0.4, "turn": 1.0, "misaligned": 1.0,
+    "dequant": 0.4, "gather": 1.7, "topk": 1.5, "wire": 1.0, "wire_reduce": 1.2, "wide": 5.0, "switch": 3.0, "latency": 1.0,
     "spread": 0.1, "row": 0.01, "vector": 0.3, "miss": 0.3,
 }  # fmt: skip
 

@@ -1,9 +1,12 @@
 """Matrix products on the cube cores: plain, batched, quantised, grouped by expert, and fused chains.
 
-Form: launch + fill + overlap(cube, memory) + tail + misaligned. Cube and memory overlap in part: their 1.5-norm
-generalises better over the public measured rows than their sum or their maximum. fill: starting the cores that have a
-tile. tail: the last wave of tiles leaves cores idle. misaligned: rows off the 32-byte grid are read piecemeal.
-dequant: int32 sums that the vector cores scale (per-token scales, bfloat16 results) pass through memory.
+Form: launch + fill + overlap(cube, memory, reload) + tail + turn + misaligned + dequant. Cube and memory overlap in
+part: their 1.5-norm generalises better over the public measured rows than their sum or their maximum. fill: starting
+the cores that have a tile. reload: every tile loads its own rows of the left and columns of the right operand, wave
+after wave, mostly from L2. tail: the last wave of tiles leaves cores idle. turn: operands whose rows are off the
+256-byte grid are first laid out in blocks by the vector cores, through memory (the unaligned template of CANN's matmul
+tiling). misaligned: rows off the 32-byte grid are read piecemeal. dequant: int32 sums that the vector cores scale
+(per-token scales, bfloat16 results) pass through memory.
 """
 
 import math
@@ -11,9 +14,10 @@ from collections.abc import Iterable
 
 from emulator.cost.device import Device
 from emulator.cost.kernel import Kernel
-from emulator.cost.work import MICROSECOND, Term, Unpriceable, Work, launch, lengths, size
+from emulator.cost.work import ALIGNMENT, MICROSECOND, Term, Unpriceable, Work, launch, lengths, size
 
-ALIGNMENT = 32  # bytes: the block of an Ascend data copy; rows that start off it are read in pieces
+TURNED = 256  # bytes: operands with rows off this grid are laid out anew
+FRACTAL = 16  # rows of a block of the cube: fewer left rows stream the right operand once, in any layout
 ACCUMULATOR = 4  # bytes: int32 sums go to the vector cores and back through memory
 TILE = (128, 256)  # rows and columns of a result tile on one core (the base block that CANN's matmul tiling prefers)
 
@@ -45,7 +49,7 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         raise Unpriceable(kernel, f"no matrix product of this dtype; known are {', '.join(OPERANDS)}")
     left, right, result = OPERANDS[kernel.dtype]
     peak, bandwidth, cores = cube_peak(kernel, device), device.memory.bandwidth, device.cores.cube
-    flops = moved = tiles = tiled = misaligned = dequantised = 0.0
+    flops = moved = tiles = tiled = loaded = turned = misaligned = dequantised = 0.0
     for m, k, n, batch in parts:
         part_flops = 2 * m * k * n * batch
         part_bytes = (m * k * left + k * n * right + m * n * result) * batch
@@ -56,6 +60,11 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         if left == 1 and kernel.sizes.get("dequant", "vector") == "vector":
             dequantised += m * n * batch
         tiled += 2 * TILE[0] * TILE[1] * k * part_tiles
+        loaded += (min(m, TILE[0]) + min(n, TILE[1])) * k * max(left, right) * part_tiles
+        if m > 1 and k * left % TURNED:
+            turned += m * k * left * batch
+        if m > FRACTAL and n * right % TURNED and not kernel.sizes.get("blocked"):
+            turned += k * n * right * batch
         if (m > 1 and k * left % ALIGNMENT) or n * right % ALIGNMENT:
             misaligned += part_flops / peak + part_bytes / bandwidth
     idle = math.ceil(tiles / cores) * cores / tiles - 1 if tiles else 0.0  # share of the last wave without a tile
@@ -64,7 +73,9 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         Term("fill", min(tiles, cores) / cores * MICROSECOND, "launch"),
         Term("cube", flops / peak, "cube", "overlap"),
         Term("memory", moved / bandwidth, "memory", "overlap"),
+        Term("reload", loaded * (1 + idle) / bandwidth, "memory", "overlap"),
         Term("tail", tiled * idle / peak, "cube"),
+        Term("turn", 2 * turned / bandwidth, "memory"),
         Term("misaligned", misaligned, "memory"),
         Term("dequant", dequantised * ACCUMULATOR * 2 / bandwidth, "memory"),
     )
@@ -72,7 +83,10 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
 
 
 def matmul(kernel: Kernel, device: Device) -> Work:
-    """[m, k] x [k, n], `batch` times; W8A8 and A16W8 by dtype. Roofline terms: Williams et al., CACM 52(4), 2009."""
+    """[m, k] x [k, n], `batch` times; W8A8 and A16W8 by dtype. Roofline terms: Williams et al., CACM 52(4), 2009.
+
+    Optional size `blocked`: the right operand is stored in blocks already (FRACTAL_NZ) and needs no turn.
+    """
     part = (size(kernel, "m"), size(kernel, "k"), size(kernel, "n"), size(kernel, "batch", 1))
     return products(kernel, device, [part])
 

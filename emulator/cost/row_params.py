@@ -67,6 +67,8 @@ def matmul(params: Params) -> list[Kernel]:
         sizes["batch"] = number(params, "batch")
     if params.get("out") == "fp16":
         sizes["dequant"] = "cube"
+    if params.get("weight") == "NZ":
+        sizes["blocked"] = True
     return [Kernel("matmul", sizes, dtype_of(params.get("dtype")))]
 
 

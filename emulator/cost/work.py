@@ -15,6 +15,7 @@ from emulator.cost.kernel import Bound, Kernel
 from emulator.errors import UsageError
 
 MICROSECOND = 1e-6
+ALIGNMENT = 32  # bytes: the block of an Ascend data copy; rows that start off it are read in pieces
 NORMS = {"overlap": 1.5}  # by group; others: the maximum
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4, "int64": 8, "bool": 1,

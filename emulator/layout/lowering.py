@@ -105,8 +105,9 @@ class _Lowering(ExpertMoves):
         placements = self.plan.weight_of(module)
         if leaf == "bias" or (leaf == "quant_bias" and any(p == Shard(1) for p in placements.values())):
             share = R if self.plan.gathers_weight(module) else PARTIAL  # with the whole weight every product is whole
-            instead = {Shard(1): share, **{p: R for p in placements.values() if isinstance(p, Owned)}}
-            placements = {a: instead.get(p, p) for a, p in placements.items()}
+            placements = {
+                a: share if p == Shard(1) else R if isinstance(p, Owned) else p for a, p in placements.items()
+            }
         elif leaf != "weight" and module in self.program.quantised:
             placements = _beside(parameter, self.program.parameters[f"{module}.weight"], placements)
         for axis, placement in placements.items():

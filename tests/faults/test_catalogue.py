@@ -28,6 +28,7 @@ EXPRESSED = {
         "rope-positions-and-query-in-different-layouts",
     },
     "reduction": {
+        "sp-prefill-only-with-weight-gather",
         "prefill-attention-output-times-tp", "quant-bias-missing-with-full-weight", "o-proj-paths-disagree",
         "full-head-rows-into-sharded-o-proj", "role-selects-wrong-o-proj-path", "complete-moe-output-reduced-again",
         "needed-moe-all-reduce-missing",

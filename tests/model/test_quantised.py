@@ -73,6 +73,19 @@ def test_a_scheme_that_quantises_what_only_runs_in_float_is_refused(tmp_path):
         program("w9")
 
 
+def test_attention_is_a_setting_of_its_own():
+    dense = load_config("deepseek-v3-mini").with_layers(2)
+
+    def attends(**options: str) -> list[tuple]:
+        made = build_program(dense, ProgramOptions(**options))
+        return [n.args[9:] for n in made.graph.nodes if n.name.startswith("multihead_latent_attention")]
+
+    assert attends() == attends(quant="w8a8") == [(), ()]
+    assert attends(attention="int8") == attends(attention="int8", quant="w8a8_dynamic") == [(True,), (True,)]
+    with pytest.raises(UsageError, match="sparse attention takes float inputs"):
+        build_program(CONFIG, ProgramOptions(attention="int8"))
+
+
 def test_codes_stand_for_the_weight_within_half_a_step():
     weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=F64)
     weight[4] = 0

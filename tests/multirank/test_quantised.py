@@ -1,17 +1,17 @@
 """Quantised weights on real ranks: equal to the one-process reference at every boundary, under every plan."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
+from emulator.errors import UsageError
 from emulator.job import run
 from emulator.memory.ledger import Settings, build_ledger
 from emulator.memory.rules import load_accounting
 from emulator.model.batch import own_caches
 from emulator.model.quantisation import load_scheme
-from emulator.prepare import Prepared, prepare
+from emulator.prepare import Prepared, add_weights, prepare
 from emulator.rank import _common, _value_run
 from emulator.runtime.rank_process import RankContext
 from emulator.runtime.rank_weights import local_shard
@@ -54,6 +54,13 @@ def test_quantised_ranks_equal_the_reference(plan, quant, fields):
     holds(summary)
     # 3 layers: q_a, q_b, kv_a, o_proj, wq_b each; gate, up, down in 2 dense MLPs and a shared one; 2 grouped products
     assert summary["quantisation"]["products"] == 3 * 5 + 3 * 3 + 2
+
+
+def test_dense_attention_on_int8_codes():
+    found = [run(scenario("deepseek-v3-mini", "sp", "w8a8", attention=a)) for a in ("float", "int8")]
+    for summary in found:
+        holds(summary)
+    assert found[0]["quantisation"] != found[1]["quantisation"]
 
 
 @pytest.mark.slow
@@ -102,39 +109,51 @@ def test_plans_differ_only_by_the_scales_of_row_parallel_shards():
 # --- a mistake is named where it is made ------------------------------------------------------------------------------
 
 
-def _with_wrong_part(name: str, other: int, prepared: Prepared, context: RankContext) -> list[dict]:
-    """A run in which rank 1 holds another rank's part of one tensor."""
-    part = prepared.schedule[0][0]
-    check, executor = _value_run(part, context.rank, _common(part, context, TraceWriter(None, {})), {})
-    proper = executor.weights
-
-    def wrong(wanted, layout):
-        if wanted != name or context.rank != 1:
-            return proper(wanted, layout)
-        return local_shard(part.weights[name], layout, part.mesh, other)
-
-    executor.weights = wrong
-    with torch.no_grad():
-        executor.run()
-    return check.report.failures
-
-
 @pytest.mark.parametrize(
-    ("quant", "name", "module"),
+    ("quant", "name", "dim"),
     [
-        ("w8a8_dynamic", "model.layers.1.self_attn.q_b_proj.weight_scale", "model.layers.1.self_attn.q_b_proj"),
-        ("w8a8", "model.layers.1.mlp.up_proj.deq_scale", "model.layers.1.mlp.up_proj"),
-        ("w8a8", "model.layers.1.mlp.down_proj.quant_bias", "model.layers.1.mlp.down_proj"),
-        ("w8a8_w4a8_moe", "model.layers.2.mlp.experts.down_proj.scale_bias", "model.layers.2.mlp.experts.down_proj"),
+        ("w8a8_dynamic", "model.layers.0.self_attn.q_b_proj.weight_scale", 0),
+        ("w8a8", "model.layers.1.mlp.up_proj.deq_scale", 0), ("w8a8_dynamic", "model.layers.0.self_attn.o_proj.weight", 1),
+        ("w8a8_w4a8_moe", "model.layers.2.mlp.experts.down_proj.scale_bias", 0),
     ],
-)
-def test_a_wrong_part_of_a_scale_is_named(quant, name, module):
-    with single_thread():
-        prepared = prepare(scenario(plan="tp", quant=quant))
-        found = World(prepared.mesh, timeout=30).run(partial(_with_wrong_part, name, 0), prepared)
-    first = min((f for failures in found for f in failures), key=lambda f: (f["order"], f["rank"]))
-    assert (first["module"], first["port"]) == (module, "output")
-    assert first["rank"] == (0 if name.endswith("quant_bias") else 1)  # a sum over ranks is wrong on all of them
+)  # fmt: skip
+def test_a_part_of_another_rank_is_named(quant, name, dim, monkeypatch):
+    """Rank 1 holds rank 0's part of one tensor of a quantised set."""
+    held: list[torch.Tensor] = []
+
+    def add(made: Prepared, weights: dict[str, torch.Tensor]) -> None:
+        held.append(weights[name])
+        add_weights(made, weights)
+
+    def part_of(weight, layout, mesh, rank):
+        return local_shard(weight, layout, mesh, 0 if rank == 1 and weight is held[0] else rank)
+
+    monkeypatch.setattr("emulator.prepare.add_weights", add)
+    monkeypatch.setattr("emulator.rank.local_shard", part_of)
+    layers = 3 if ".layers.2." in name else 2
+    summary = run(scenario(plan="tp", quant=quant, layers=layers))
+    first = summary["first_failure"]
+    assert (first["module"], first["port"]) == (name.rpartition(".")[0], "output")
+    assert first["rank"] == (0 if dim else 1)  # a sum over ranks is wrong on all of them
+    assert summary["culprit"]["kind"] == "weight_shard"
+    assert f"Rank 1 computes with rank 0's shard of {name} (dim {dim})" in summary["culprit"]["text"]
+
+
+def test_quant_bias_on_the_wrong_ranks_is_named(monkeypatch):
+    """Every rank of a row-parallel linear adds what the first one should add alone."""
+
+    def part_of(weight, layout, mesh, rank):
+        return weight if str(layout) == "tp:partial" else local_shard(weight, layout, mesh, rank)
+
+    monkeypatch.setattr("emulator.rank.local_shard", part_of)
+    summary = run(scenario(plan="tp", quant="w8a8", layers=1))
+    first = summary["first_failure"]
+    assert (first["module"], first["port"], first["rank"]) == ("model.layers.0.self_attn.o_proj", "output", 0)
+
+
+def test_faults_of_weights_need_float_weights():
+    with pytest.raises(UsageError, match="faults of weights change float values"):
+        run(scenario(fault="shard_of_another_rank"))
 
 
 # --- ledger and reality -----------------------------------------------------------------------------------------------

@@ -140,3 +140,33 @@ def test_bfloat16_is_rounded_only_once() -> None:
     for name in ("q", "cache", "w_uk", "w_uv"):
         setattr(batch, name, getattr(batch, name).bfloat16().double())
     torch.testing.assert_close(batch.run(torch.bfloat16).double(), batch.expected(), atol=1e-6, rtol=2**-8)
+
+
+def test_int8_scores_are_products_of_codes():
+    """One query that sees two keys, by hand: n = r = R = 1, so that the absorbed query is [w_uk q_nope, q_pe]."""
+    q, cache = torch.tensor([[[2.0, 127.0]]]), torch.tensor([[254.0, 3.1], [1.0, 0.6]])
+    w_uk, w_uv = torch.full((1, 1, 1), 3.2), torch.full((1, 1, 1), 10.0)
+    operands = [t.double() for t in (q, cache, w_uk, w_uv)]
+    lens = (torch.tensor([1]), torch.tensor([2]), torch.tensor([[0]]), 2, 0.01)
+    found = torch.ops.emulator.multihead_latent_attention(*operands, *lens, True)
+    # query 0.01 * [6.4, 127]: scale 0.01, codes [6, 127]; keys: scale 2, codes [127, 2 (1.55)]; scale 1/127, [127, 76]
+    scores = [0.01 * 2 * (6 * 127 + 127 * 2), 0.01 / 127 * (6 * 127 + 127 * 76)]
+    weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
+    assert found.flatten().tolist() == pytest.approx([10 * float(weights @ torch.tensor([254.0, 1.0]).double())])
+
+
+def test_int8_is_within_the_rounding_of_codes():
+    batch = Batch([4, 3], [9, 3])
+    operands = (batch.q, batch.cache, batch.w_uk, batch.w_uv, torch.tensor([4, 3]), torch.tensor([9, 3]))
+    found = torch.ops.emulator.multihead_latent_attention(*operands, batch.block_table, BLOCK, SCALE, True)
+    plain = batch.run()
+    keys = batch.cache[batch.cache.isfinite().all(1)]
+    query = torch.cat((torch.einsum("tna,nab->tnb", batch.q[..., :n], batch.w_uk), batch.q[..., n:]), -1) * SCALE
+    # half a step each in a query (1/254 of its largest) and in a key; a score is off by at most `off` in all
+    q_off, k_off = query.abs().amax(-1) / 254, float(keys.abs().max()) / 254
+    k_sum = float(keys.abs().sum(1).max())
+    off = float((q_off * k_sum + k_off * query.abs().sum(-1) + (R + r) * q_off * k_off).max())
+    values = float((keys[:, :R].abs().max() + k_off) * batch.w_uv.abs().sum(1).max())
+    bound = (math.exp(2 * off) - 1) * values + k_off * float(batch.w_uv.abs().sum(1).max())
+    difference = float((found - plain).abs().max())
+    assert 1e-4 < difference < bound
