@@ -6,7 +6,7 @@ from pathlib import Path
 
 from emulator.errors import UsageError
 
-KINDS = ("models", "plans", "contracts", "scenarios")
+KINDS = ("models", "plans", "contracts", "scenarios", "devices", "kernels", "quant", "accounting")
 
 
 def root() -> Path:
@@ -29,7 +29,7 @@ def find(kind: str, name: str) -> Path:
         with contextlib.suppress(OSError):  # a name that is too long, a folder that may not be read
             if candidate.exists():
                 return candidate
-    raise UsageError(f"unknown {kind[:-1]} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
+    raise UsageError(f"unknown {kind.removesuffix('s')} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
 
 
 def load_toml(path: Path) -> dict:

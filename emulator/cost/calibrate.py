@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emulator.cost.device import Coefficients, Device
-from emulator.cost.fit import Column, Fit, Sample, Table, pairs
+from emulator.cost.fit import Column, Fit, Sample, Table, pairs, setting_of
 from emulator.cost.forms import fit_key, form
 from emulator.cost.forms import start as first
 from emulator.cost.price import BENCHMARK, keys, work
@@ -168,7 +168,7 @@ def _start(column: Column, group: list[Sample], device: Device, common: Mapping[
         value = device.coefficients[name].values.get(term) if name in device.coefficients else None
         if value:
             return value
-    return common.get(term, first(key, term))
+    return common.get(term, first(key, term, setting_of(group)))
 
 
 def with_coefficients(device: Device, results: Sequence[Calibrated]) -> Device:

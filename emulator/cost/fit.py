@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from emulator.cost.forms import form
 from emulator.cost.forms import start as first
-from emulator.cost.rows import Row
+from emulator.cost.rows import Row, Setting
 from emulator.cost.work import NORMS, Work
 from emulator.errors import UsageError
 
@@ -33,6 +33,12 @@ class Sample:
     def shape(self) -> str:
         """Rows of equal kernels are left out together."""
         return repr([(k.family, k.name, sorted(k.sizes.items())) for k in self.row.kernels])
+
+
+def setting_of(samples: Sequence[Sample]) -> Setting:
+    """Of most of the rows."""
+    alone = sum(sample.row.setting == "benchmark" for sample in samples)
+    return "benchmark" if 2 * alone > len(samples) else "model"
 
 
 class Table:
@@ -86,7 +92,8 @@ class Fit:
         self.free = [c for c, (key, term) in enumerate(table.columns)
                      if key not in fixed and term in form(key)]  # fmt: skip
         self.all = np.ones(len(table.samples), dtype=bool)
-        self.start = np.array([start.get(c) or first(*c) for c in table.columns])
+        setting = setting_of(table.samples)
+        self.start = np.array([start.get(c) or first(*c, setting) for c in table.columns])
 
     def factors(self, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Coefficients by column from these rows, by robust relative errors (soft L1).

@@ -17,10 +17,11 @@ TASK_ROWS = 4  # query rows of one request that a cube core and its vector cores
 def topk_cycles(keys: NDArray[np.float64], topk: float) -> NDArray[np.float64]:
     """Vector cycles to pick the top-k of rows of this many scores.
 
-    (1.36*keys + 3.32*k + ceil(max(log2 k - 5, 0)/2 * keys)) / 2: the operator guide of cann-recipes-infer for A3.
+    (1.36*keys + 3.32*k + ceil(max(log2 k - 5, 0)/2 * keys)) / 2: the operator guide of cann-recipes-infer for A3. A row
+    of k scores or fewer keeps them all: nothing to pick.
     """
     merges = max(math.log2(topk) - 5, 0) / 2 if topk else 0.0
-    return np.where(keys > 0, (1.36 * keys + 3.32 * topk + np.ceil(merges * keys)) / 2, 0.0)
+    return np.where(keys > topk, (1.36 * keys + 3.32 * topk + np.ceil(merges * keys)) / 2, 0.0)
 
 
 def indexer(kernel: Kernel, device: Device) -> Work:
@@ -28,7 +29,8 @@ def indexer(kernel: Kernel, device: Device) -> Work:
 
     flops = 2*heads*dim*pairs (DeepSeek-V3.2 report, section 2.1: ReLU scores, one key row for all heads); bytes:
     queries and keys once, and the chosen ids. In time, each task of up to 4 rows reads its request's keys again, in
-    waves over the cube cores, and a task's rows are shared by the core's vector cores.
+    waves over the cube cores, and a task's rows are shared by the core's vector cores, which pick from one task's
+    scores while the cube computes the next: the longest of scoring, reading and picking counts.
     """
     heads, dim, topk, item = size(kernel, "heads"), size(kernel, "dim"), size(kernel, "topk"), item_bytes(kernel)
     rows = visible_keys(kernel)
@@ -41,7 +43,7 @@ def indexer(kernel: Kernel, device: Device) -> Work:
         launch(),
         Term("cube", waves(scores, cores) * cores * flops_each / cube_peak(kernel, device), "cube", "scores"),
         Term("memory", waves(read, cores) * cores * dim * item / bandwidth, "memory", "scores"),
-        Term("topk", waves(cycles, cores) / vector_share / device.cores.clock, "vector"),
+        Term("topk", waves(cycles, cores) / vector_share / device.cores.clock, "vector", "scores"),
     )
     moved = (len(rows) * heads * dim + sum(keys) * dim) * item + len(rows) * topk * 4
     return Work(float(rows.sum()) * flops_each, moved, terms)

@@ -18,6 +18,7 @@ from emulator.cost.work import ALIGNMENT, MICROSECOND, Term, Unpriceable, Work, 
 
 TURNED = 256  # bytes: operands with rows off this grid are laid out anew
 FRACTAL = 16  # rows of a block of the cube: fewer left rows stream the right operand once, in any layout
+LOADED = 128  # bytes that a core loads from L2 per cycle, at best
 ACCUMULATOR = 4  # bytes: int32 sums go to the vector cores and back through memory
 TILE = (128, 256)  # rows and columns of a result tile on one core (the base block that CANN's matmul tiling prefers)
 
@@ -73,7 +74,7 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         Term("fill", min(tiles, cores) / cores * MICROSECOND, "launch"),
         Term("cube", flops / peak, "cube", "overlap"),
         Term("memory", moved / bandwidth, "memory", "overlap"),
-        Term("reload", loaded * (1 + idle) / bandwidth, "memory", "overlap"),
+        Term("reload", loaded * (1 + idle) / (cores * device.cores.clock * LOADED), "memory", "overlap"),
         Term("tail", tiled * idle / peak, "cube"),
         Term("turn", 2 * turned / bandwidth, "memory"),
         Term("misaligned", misaligned, "memory"),

@@ -194,6 +194,14 @@ def init_routing(c: Call) -> list[Kernel]:
     return [Kernel("routing", {"rows": tokens * chosen, "width": width}, c.dtype(), "init")]
 
 
+def ranged_routing(c: Call) -> list[Kernel]:
+    """A routing that writes only the rows of a range of experts: as many as its output has."""
+    if not c.outputs or not c.outputs[0]:
+        raise NoKernel(f"{c.kind}: the row states neither its output nor the range of experts, so not what is written")
+    rows, width = rows_and_width(c.outputs[0])
+    return [Kernel("routing", {"rows": rows, "width": width}, c.dtype(), "init")]
+
+
 def re_routing(c: Call) -> list[Kernel]:
     rows, width = rows_and_width(c.shape(0))
     return [Kernel("routing", {"rows": rows, "width": width}, c.dtype(), "regroup")]
@@ -210,7 +218,8 @@ def kv_norm_rope_cache(c: Call) -> list[Kernel]:
     written = rows * width * item.get(c.dtype(5), 2) + values * item.get(c.dtype(6), 2)
     moved = (rows * width + tables + values) * 2 + written
     sizes = {"rows": rows, "width": width, "moved": moved}
-    return [Kernel("kv_norm_rope_cache", sizes, c.dtype(), "per_head")]
+    quantised = "int8" in (c.dtype(5), c.dtype(6))  # scales are loaded and applied on the way to the cache
+    return [Kernel("kv_norm_rope_cache", sizes, c.dtype(), "per_head_int8" if quantised else "per_head")]
 
 
 def without(what: str) -> Callable[[Call], list[Kernel]]:
@@ -238,7 +247,7 @@ SHAPED: dict[str, Callable[[Call], list[Kernel]]] = {
     "rotarypositionembedding": vector("rope"), "kvrmsnormropecache": kv_norm_rope_cache,
     "moegatingtopk": vector("gating_topk"),
     "moegatingtopksoftmax": vector("gating_topk", "softmax"),
-    **dict.fromkeys(("moeinitrouting", "aiinframoeinitrouting"), init_routing), "moererouting": re_routing,
+    "moeinitrouting": init_routing, "aiinframoeinitrouting": ranged_routing, "moererouting": re_routing,
     **dict.fromkeys(("moefinalizerouting", "moetokenunpermute"), unpermute),
     **dict.fromkeys(("lightningindexer", "ringmla", "ringmlaprefillbf16kernel"), LENGTHS),
     **dict.fromkeys(("moedistributedispatch", "moedistributecombine", "dispatchffncombine"), RANKS),

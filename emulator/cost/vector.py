@@ -1,8 +1,8 @@
 """Vector ops: norms, rope, quantise, SwiGlu, gating, routing, copies.
 
-Form: launch + fill * (share of the vector cores that have a row) + memory, L2 misses and misaligned rows on top. The
+Form: launch + fill * (share of the vector cores that have a row) + memory, L2 misses and padding on top. The
 second term is what it costs to bring the vector cores in: without it fits of norms and quantisation over the public A3
-profiler reports of an msmodeling fork miss by 20 to 43 %. misaligned: rows off the 32-byte grid of a data copy are
+profiler reports of an msmodeling fork miss by 20 to 43 %. padding: rows off the 32-byte grid of a data copy are
 padded in the vector cores' buffers, one copy per row.
 """
 
@@ -71,6 +71,6 @@ def vector_op(kernel: Kernel, device: Device) -> Work:
         Term("row", rows / cores * MICROSECOND, "vector"),
         Term("memory", moved / device.memory.bandwidth, "memory"),
         Term("miss", missed / device.memory.bandwidth, "memory"),
-        Term("misaligned", moved / device.memory.bandwidth if off else 0.0, "memory"),
+        Term("padding", moved / device.memory.bandwidth if off else 0.0, "memory"),
     )
     return Work(flops, moved, terms)

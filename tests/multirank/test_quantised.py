@@ -73,6 +73,31 @@ def test_every_plan_scheme_size_and_batch(plan, quant, model):
             holds(run(scenario(model, plan, quant, tp, **fields)))
 
 
+@pytest.mark.parametrize(("dtype", "seed"), [("float32", 2), ("bfloat16", 0)])
+def test_lower_precision(dtype, seed):
+    """Rounding may move a code by one: with seed 2 it does, on the ranks and not in a run that is only re-rounded."""
+    summary = run(scenario("deepseek-v3.2-mini", "tp", dtype=dtype, tokens=40, layers=4, seed=seed))
+    assert summary["verdict"] == "pass", (summary["checks"], summary["first_failure"])
+    assert summary["max_error_in_tolerances"] < 1
+
+
+def test_dense_attention_on_int8_codes():
+    found = [run(scenario("deepseek-v3-mini", "sp", "w8a8", attention=a)) for a in ("float", "int8")]
+    for summary in found:
+        holds(summary)
+    assert found[0]["quantisation"] != found[1]["quantisation"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("quant", SCHEMES)
+@pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp", "dsa_cp_engine"])
+def test_every_plan_scheme_size_and_batch(plan, quant, model):
+    for tp in (1, 2, 4):
+        for fields in ({"tokens": 97}, {"tokens": 3}, {"step": RAGGED}):
+            holds(run(scenario(model, plan, quant, tp, **fields)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lower_precision(dtype):
     summary = run(scenario(plan="sp", dtype=dtype, tokens=40))
@@ -113,8 +138,9 @@ def test_plans_differ_only_by_the_scales_of_row_parallel_shards():
     ("quant", "name", "dim"),
     [
         ("w8a8_dynamic", "model.layers.0.self_attn.q_b_proj.weight_scale", 0),
-        ("w8a8", "model.layers.1.mlp.up_proj.deq_scale", 0), ("w8a8_dynamic", "model.layers.0.self_attn.o_proj.weight", 1),
-        ("w8a8_w4a8_moe", "model.layers.2.mlp.experts.down_proj.scale_bias", 0),
+        ("w8a8", "model.layers.0.mlp.up_proj.deq_scale", 0),
+        ("w8a8_dynamic", "model.layers.0.self_attn.o_proj.weight", 1),
+        ("w8a8_w4a8_moe", "model.layers.1.mlp.experts.down_proj.scale_bias", 0),
     ],
 )  # fmt: skip
 def test_a_part_of_another_rank_is_named(quant, name, dim, monkeypatch):
@@ -130,7 +156,7 @@ def test_a_part_of_another_rank_is_named(quant, name, dim, monkeypatch):
 
     monkeypatch.setattr("emulator.prepare.add_weights", add)
     monkeypatch.setattr("emulator.rank.local_shard", part_of)
-    layers = 3 if ".layers.2." in name else 2
+    layers = 1 + int(name.split(".")[2])
     summary = run(scenario(plan="tp", quant=quant, layers=layers))
     first = summary["first_failure"]
     assert (first["module"], first["port"]) == (name.rpartition(".")[0], "output")
@@ -153,7 +179,7 @@ def test_quant_bias_on_the_wrong_ranks_is_named(monkeypatch):
 
 def test_faults_of_weights_need_float_weights():
     with pytest.raises(UsageError, match="faults of weights change float values"):
-        run(scenario(fault="shard_of_another_rank"))
+        run(scenario(fault="shard-of-another-rank"))
 
 
 # --- ledger and reality -----------------------------------------------------------------------------------------------

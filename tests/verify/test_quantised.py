@@ -98,3 +98,19 @@ def test_ranges_are_those_of_the_inputs_and_the_float_run_is_near():
     assert error.products == 3 * 5 + 3 * 3 + 2
     assert 0.05 < error.worst < 1
     assert 1e-4 < error.logits < 0.2
+
+
+def test_tolerances_below_float64_are_those_of_one_code():
+    def made(quant: str) -> tuple[float, float]:
+        """Tolerance of q_a_proj's output, and the largest effect of the least weighty code in the row of most scale."""
+        with single_thread():
+            given = {"quant": quant, "dtype": "float32", "layers": 2, "tokens": 9}
+            part = prepare(load_scenario("glm-5.1-mini", given))
+        weights = dequantised_weights(part.program, part.weights)["model.layers.0.self_attn.q_a_proj.weight"]
+        x = part.reference["getitem"] if "getitem" in part.reference else part.reference["rms_norm"]
+        step = float(x.abs().max()) / 127
+        return part.tolerance.absolute["linear"], step * float(weights.abs().max(0).values.min())
+
+    tolerance, effect = made("w8a8_dynamic")
+    assert effect < tolerance < 100 * effect
+    assert made("none")[0] < effect / 100
