@@ -29,7 +29,8 @@ def find(kind: str, name: str) -> Path:
         with contextlib.suppress(OSError):  # a name that is too long, a folder that may not be read
             if candidate.exists():
                 return candidate
-    raise UsageError(f"unknown {kind.removesuffix('s')} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
+    what = kind.removesuffix("s")
+    raise UsageError(f"unknown {what} {name!r}: no such file, and profiles/{kind} has {', '.join(names(kind))}")
 
 
 def load_toml(path: Path) -> dict:

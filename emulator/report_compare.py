@@ -38,7 +38,8 @@ def print_comparison(result: dict[str, Any]) -> None:
 def _ranks(result: dict[str, Any]) -> Table:
     sent = [op for op in COLLECTIVES if any(op in r["sent"] for plan in result["plans"] for r in plan["ranks"])]
     columns = ("plan", "rank", "values", "GFLOP", *sent, "peak live", "weights")
-    table = Table(*columns, box=box.SIMPLE_HEAD, title="on each rank: work, MB sent by each collective, memory", title_justify="left")  # fmt: skip
+    title = "on each rank: work, MB sent by each collective, memory"
+    table = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for plan in result["plans"]:
         name = plan["plan"]
         for ranks, rank in _alike(plan["ranks"]):

@@ -22,8 +22,8 @@ O_PROJ, KV = at("self_attn.o_proj", "linear"), at("self_attn.cache", "all_gather
 )  # fmt: skip
 def complete_attention_output_all_reduced(edit: GraphEdit) -> None:
     """Attention returns complete rows on every rank, and the layer sums them as the partial sums it expects."""
-    # the first all_gather of o_proj is that of its weight
-    rows = edit.find("0.self_attn.o_proj", "unpad") if edit.is_padded else edit.find("0.self_attn.o_proj", "all_gather", 1)
+    name = "0.self_attn.o_proj"  # its first all_gather is that of the weight
+    rows = edit.find(name, "unpad") if edit.is_padded else edit.find(name, "all_gather", 1)
     edit.reroute(rows, edit.add("all_reduce", rows, "tp", edit.sizes["tp"]))
 
 

@@ -97,9 +97,9 @@ class _Lowering(ExpertMoves):
             self._emit(origin, self.out.graph.create_node("get_attr", name), Layout("weight"))
 
     def _weight_layout(self, name: str) -> Layout:
-        """Placement of a parameter. A bias follows its weight: split with the out-features, one rank's share
-        (partial) where the product is partial, whole beside a layer-sharded weight. What stands beside a quantised weight follows it in the sizes that both
-        have, and is whole beside a split of others; quant_bias is placed like a bias."""
+        """Placement of a parameter. A bias follows its weight: split with the out-features, one rank's share (partial)
+        where the product is partial, whole beside a layer-sharded weight. What stands beside a quantised weight follows
+        it in the sizes that both have, and is whole beside a split of others; quant_bias is placed like a bias."""
         module, _, leaf = name.rpartition(".")
         parameter = self.program.parameters[name]
         placements = self.plan.weight_of(module)

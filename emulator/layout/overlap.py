@@ -18,7 +18,8 @@ from emulator.ops.transition import COLLECTIVES, TRANSITIONS
 
 def start_early(rank_graph: RankGraph, edges: Iterable[Boundary]) -> dict[Boundary, None]:
     """Moves the collectives that the plan starts early, in place, and adds their waits. meta["async"] of such a
-    collective: name of its wait, None where only the next step uses it. Returns the edges, at the wait where the value is handed on.
+    collective: name of its wait, None where only the next step uses it. Returns the edges, at the wait where the value
+    is handed on.
 
     Raises UsageError where a collective would start before what it needs.
     """

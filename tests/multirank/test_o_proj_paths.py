@@ -1,5 +1,5 @@
-"""The ways to o_proj of vLLM-Ascend: weight gather, all_to_all, layer-sharded broadcast, whole weight; which one by role
-and state, and that all give the same values."""
+"""The ways to o_proj of vLLM-Ascend: weight gather, all_to_all, layer-sharded broadcast, whole weight; which one when,
+and that all give the same values."""
 
 import json
 
