@@ -78,7 +78,7 @@ def _cut_config(folder: Path) -> list[str]:
 def _no_structure(folder: Path) -> list[str]:
     folder.mkdir()
     config = json.loads(MINI.read_text())
-    del config["index_topk"], config["q_lora_rank"]
+    del config["q_lora_rank"]
     (folder / "config.json").write_text(json.dumps(config))
     return [str(folder)]
 
@@ -96,7 +96,7 @@ def _unknown_module(folder: Path) -> list[str]:
         (lambda folder: ["nosuch"], ["nosuch", "glm-5.1-mini"]),
         (lambda folder: ["glm-5.1-mini", "--plan", "tp", "--tp", "5"], ["tp 5", "24 heads", "q_b_proj"]),
         (_cut_config, ["config.json", "not valid JSON"]),
-        (_no_structure, ["index_topk", "q_lora_rank"]),
+        (_no_structure, ["no MLA structure", "q_lora_rank"]),
         (_unknown_module, ["model.layers.*.self_attn.oproj"]),
         (lambda folder: ["glm-5.1-mini", "--tokens", "0"], ["tokens", "greater than 0"]),
         (lambda folder: ["glm-5.1-mini", "--variant", "embedding=blue"], ["blue", "row", "replicated"]),
