@@ -4,12 +4,14 @@ import json
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from emulator import report
 from emulator.cli_common import JsonOption, VariantOption, exit_codes, variants
+from emulator.errors import UsageError, first_problem
 from emulator.layout.plan import load_plan
 from emulator.plan_check import check_plan
-from emulator.scenario import Parallel, RequestSpec, Scenario, StepSpec
+from emulator.scenario import Scenario
 
 PlanArg = Annotated[str, typer.Argument(help="Plan name or TOML file.")]
 
@@ -37,10 +39,14 @@ def plan_check(
 ) -> None:
     """Say where a plan and a contract differ, from shapes alone: no ranks are run."""
     with exit_codes():
-        step = StepSpec(requests=[[RequestSpec(q=tokens)]] * dp)
-        scenario = Scenario(
-            model=model, plan=name, parallel=Parallel(tp=tp, dp=dp, ep=ep), step=[step], variants=variants(variant)
-        )
+        given = {
+            "model": model, "plan": name, "parallel": {"tp": tp, "dp": dp, "ep": ep}, "tokens": tokens,
+            "variants": variants(variant),
+        }  # fmt: skip
+        try:
+            scenario = Scenario.model_validate(given)
+        except ValidationError as error:
+            raise UsageError(f"plan check: {first_problem(error)}") from None
         result = check_plan(scenario, contract)
         print(json.dumps(result)) if as_json else report.print_plan_check(result)
     raise typer.Exit(0 if result["verdict"] == "pass" else 1)

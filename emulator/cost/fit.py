@@ -14,7 +14,8 @@ from emulator.cost.rows import Row, Setting
 from emulator.cost.work import NORMS, Work
 from emulator.errors import UsageError
 
-PULL = 0.1  # weight of a coefficient's log distance from its start, against a relative error
+PULL = 0.15  # weight of a coefficient's log distance from its start, against a relative error
+PULLED_ROWS = 0.8  # the weight is at most this / rows: few rows stay near the start, many speak for themselves
 SPAN = 7.0  # how far, in logs, a coefficient may fall below its start; it may rise by SPAN / 2
 FOLDS = 4
 
@@ -106,10 +107,11 @@ class Fit:
             return self.known
         origin = np.log(self.start[at])
         spread = self.known.copy()
+        pull = min(PULL, PULLED_ROWS / max(int(rows.sum()), 1))
 
         def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
             spread[at] = np.exp(logs)
-            return np.concatenate([self.table.errors(spread, rows), PULL * (logs - origin)])
+            return np.concatenate([self.table.errors(spread, rows), pull * (logs - origin)])
 
         found = least_squares(residuals, origin, loss="soft_l1", f_scale=0.1, bounds=(origin - SPAN, origin + SPAN / 2))
         result = self.known.copy()

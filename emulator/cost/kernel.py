@@ -4,8 +4,10 @@ Families and their sizes (ints unless said; lengths are tuples with one entry pe
 
 matmul              m, k, n, batch (default 1); dequant (optional, int8: vector, the default, or cube: float16 results
                     without per-token scales are scaled on the way out of the cube)
+                    blocked (optional, of all products: True where weights are stored in NZ blocks)
 fused_matmuls       parts (tuple of (m, k, n, batch)): products in one kernel, such as MlaProlog
-grouped_matmul      rows (tuple: rows of each local expert), k, n
+grouped_matmul      rows (tuple: rows of each local expert), k, n; relayout (optional: True where the kernel first turns
+                    its weights into blocks)
 sparse_attention    queries, keys, heads, topk, qk (absorbed key width), v (absorbed value width)
 dense_attention     queries, keys, heads, qk, v (causal); kv_heads (optional: heads of keys and of values that stand
                     apart; without it all heads share one latent row of width qk per key)

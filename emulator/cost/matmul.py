@@ -44,7 +44,8 @@ def cube_peak(kernel: Kernel, device: Device) -> float:
 def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float, float, float]]) -> Work:
     """The work of products (m, k, n, batch), each operand read and each result written once.
 
-    flops = 2*m*k*n*batch; bytes = (m*k*left + k*n*right + m*n*result)*batch.
+    flops = 2*m*k*n*batch; bytes = (m*k*left + k*n*right + m*n*result)*batch. Optional: blocked, right operands are
+    stored in blocks already (FRACTAL_NZ) and not turned; relayout, they always are.
     """
     if kernel.dtype not in OPERANDS:
         raise Unpriceable(kernel, f"no matrix product of this dtype; known are {', '.join(OPERANDS)}")
@@ -64,7 +65,8 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
         loaded += (min(m, TILE[0]) + min(n, TILE[1])) * k * max(left, right) * part_tiles
         if m > 1 and k * left % TURNED:
             turned += m * k * left * batch
-        if m > FRACTAL and n * right % TURNED and not kernel.sizes.get("blocked"):
+        off = m > FRACTAL and n * right % TURNED and not kernel.sizes.get("blocked")
+        if off or kernel.sizes.get("relayout"):
             turned += k * n * right * batch
         if (m > 1 and k * left % ALIGNMENT) or n * right % ALIGNMENT:
             misaligned += part_flops / peak + part_bytes / bandwidth
@@ -84,10 +86,7 @@ def products(kernel: Kernel, device: Device, parts: Iterable[tuple[float, float,
 
 
 def matmul(kernel: Kernel, device: Device) -> Work:
-    """[m, k] x [k, n], `batch` times; W8A8 and A16W8 by dtype. Roofline terms: Williams et al., CACM 52(4), 2009.
-
-    Optional size `blocked`: the right operand is stored in blocks already (FRACTAL_NZ) and needs no turn.
-    """
+    """[m, k] x [k, n], `batch` times; W8A8 and A16W8 by dtype. Roofline terms: Williams et al., CACM 52(4), 2009."""
     part = (size(kernel, "m"), size(kernel, "k"), size(kernel, "n"), size(kernel, "batch", 1))
     return products(kernel, device, [part])
 

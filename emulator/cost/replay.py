@@ -60,7 +60,9 @@ def replay_with(traces: Sequence[Trace], pricer: Pricer, options: Options = DEFA
     """`replay` with a given pricer."""
     groups = check_headers(traces)
     steps = [steps_of(records) for _, records in traces]
-    if len({len(own) for own in steps}) > 1 or not steps[0]:
+    if not any(steps):
+        raise UsageError("the traces hold no step: the run ended before its first one")
+    if len({len(own) for own in steps}) > 1:
         raise UsageError(f"ranks ran different numbers of steps: {[len(own) for own in steps]}")
     table = load_kernels(options.kernels, options.quant)
     numbers = [step["step"] for step, _ in steps[0]]

@@ -76,6 +76,8 @@ def matmul(c: Call) -> list[Kernel]:
     if dtype != "int8" and c.dtype(1) == "int8":
         dtype = "a16w8"
     sizes: dict[str, Any] = {"m": m, "k": k, "n": n, "batch": batch}
+    if len(right) == len(left) + 2:  # NZ: [n / 16, k / 16, 16, 16]
+        sizes["blocked"] = True
     if dtype == "int8" and c.attrs.get("output_dtype") == "float16" and not c.given(4):  # 4: per-token scales
         sizes["dequant"] = "cube"
     return [Kernel("matmul", sizes, dtype)]
@@ -98,8 +100,10 @@ def grouped_matmul(c: Call) -> list[Kernel]:
     n = math.prod(weight[1:]) // k if k else 0
     sizes: dict[str, Any] = {"rows": expert_rows(c, tokens, experts), "k": k, "n": n}
     dtype = c.dtype() if c.dtype(1) == c.dtype() else "a16w8"
-    if "swiglu" in canonical(c.kind):
-        sizes["relayout"] = len(weight) == 3 and dtype == "int8"  # it takes NZ weights: plain ones are turned first
+    if len(weight) == 5:
+        sizes["blocked"] = True
+    elif "swiglu" in canonical(c.kind) and dtype == "int8":
+        sizes["relayout"] = True  # it takes NZ weights: plain ones are turned first, whatever their width
     return [Kernel("grouped_matmul", sizes, dtype, "swiglu_quant" if "swiglu" in canonical(c.kind) else "")]
 
 
@@ -176,13 +180,15 @@ def swiglu(c: Call) -> list[Kernel]:
 
 
 def unpermute(c: Call) -> list[Kernel]:
-    """Expert rows [rows, h] (or padded [E, C, h]), source rows [n*k], skips and bias, weights: reads each expert row
-    used, and its bias row; writes n rows."""
+    """Expert rows [rows, h] (or padded [E, C, h]), source rows [n*k], skips, bias [E, h], weights.
+
+    Reads each expert row used, the skips, and the bias once (it stays on the chip); writes n rows.
+    """
     width = c.shape(0)[-1]
     used = math.prod(c.shape(1))
     skips = [s for s in (c.given(2), c.given(3)) if s]
     tokens = skips[0][0] if skips else used
-    bias = used if c.given(4) else 0
+    bias = rows_and_width(c.shape(4))[0] if c.given(4) else 0
     item = {"float32": 4}.get(c.dtype(), 2)
     moved = (used + bias + tokens * (1 + len(skips))) * width * item
     return [Kernel("unpermute", {"rows": used, "width": width, "moved": moved}, c.dtype())]
@@ -208,7 +214,10 @@ def re_routing(c: Call) -> list[Kernel]:
 
 
 def kv_norm_rope_cache(c: Call) -> list[Kernel]:
-    """Rows of [.., width] are normed and rotated, and written to a key and a value cache, which may be int8."""
+    """Rows of [.., width] are normed and rotated, and written to a key and a value cache, which may be int8.
+
+    By head, int8 caches and rotations that several rows share take paths of their own.
+    """
     rows, width = rows_and_width(c.shape(0))
     if len(c.inputs) < 12:  # the latent form
         return [Kernel("kv_norm_rope_cache", {"rows": rows, "width": width}, c.dtype())]
@@ -218,8 +227,10 @@ def kv_norm_rope_cache(c: Call) -> list[Kernel]:
     written = rows * width * item.get(c.dtype(5), 2) + values * item.get(c.dtype(6), 2)
     moved = (rows * width + tables + values) * 2 + written
     sizes = {"rows": rows, "width": width, "moved": moved}
-    quantised = "int8" in (c.dtype(5), c.dtype(6))  # scales are loaded and applied on the way to the cache
-    return [Kernel("kv_norm_rope_cache", sizes, c.dtype(), "per_head_int8" if quantised else "per_head")]
+    path = "_int8" if "int8" in (c.dtype(5), c.dtype(6)) else ""
+    if math.prod(c.shape(2)[:-1]) < rows:
+        path += "_shared"
+    return [Kernel("kv_norm_rope_cache", sizes, c.dtype(), f"per_head{path}")]
 
 
 def without(what: str) -> Callable[[Call], list[Kernel]]:

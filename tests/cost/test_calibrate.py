@@ -107,6 +107,30 @@ def test_what_rows_do_not_tell_keeps_its_start() -> None:
     assert found.coefficients["collective"]["wide"] == 33.0  # no group of more than 8 ranks
 
 
+@pytest.mark.parametrize(("setting", "micros"), [("model", 8.0), ("benchmark", 2.0)])
+def test_a_launch_that_rows_do_not_show_is_that_of_their_setting(setting: Setting, micros: float) -> None:
+    # products of a second: a launch of microseconds leaves no trace in them
+    large = [Kernel("matmul", {"m": 1 << 18, "k": 1 << 14, "n": n}) for n in (1 << 14, 1 << 15, 3 << 14)]
+    found = calibrate(rows_of(truth("matmul.16bit", cube=1.2), large, setting=setting), BARE, evaluate=False)
+    assert found[0].coefficients["matmul.16bit"]["launch"] == pytest.approx(micros, rel=0.01)
+
+
+def test_few_rows_stay_nearer_to_the_start_than_many() -> None:
+    # a launch of 60 us where the fit starts from 20: two rows are believed less than thirty of the same sizes
+    shapes = [{"queries": (n,), "keys": (9000,), "heads": 64, "topk": 2048, "qk": 576, "v": 512} for n in (1, 240)]
+    both = [Kernel("sparse_attention", sizes) for sizes in shapes]
+    known = truth("sparse_attention", launch=60.0, gather=1.7)
+
+    def launch(kernels: list[Kernel]) -> float:
+        found = calibrate(rows_of(known, kernels), BARE, evaluate=False)
+        return found[0].coefficients["sparse_attention"]["launch"]
+
+    few, many = launch(both), launch(both * 15)
+    assert 20 < few < many < 60.1
+    assert many == pytest.approx(60, rel=0.01)
+    assert few < 59
+
+
 def test_each_setting_gets_coefficients_of_its_own_where_rows_allow() -> None:
     inside = truth("collective", launch=20.0, wire=1.0, wire_reduce=1.2)
     alone = truth("collective", launch=5.0, wire=1.0, wire_reduce=1.2)

@@ -1,103 +1,13 @@
 """Op costs on a toy die with round numbers, worked out by hand."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from emulator.cost.device import Device
 from emulator.cost.indexer import topk_cycles
 from emulator.cost.kernel import Cost, Kernel
 from emulator.cost.price import price
 from emulator.cost.work import Unpriceable
-
-GIGA = 1e9
-US = 1e-6
-
-
-def toy(**coefficients: dict[str, float]) -> Device:
-    """2 cube and 4 vector cores at 1 GHz, 1 Tflop/s in bf16, 2 in int8, 1 GB/s of memory, 1000 bytes of L2."""
-    return Device.model_validate(
-        {
-            "name": "toy",
-            "title": "toy",
-            "cores": {"cube": 2, "vector": 4, "clock": 1e9, "source": "test"},
-            "memory": {"bytes": 10**9, "bandwidth": 1e9, "l2": 1000, "source": "test"},
-            "cube": {"rates": {"bfloat16": 1e12, "float16": 1e12, "int8": 2e12}, "source": "test"},
-            "vector": {"rates": {"float32": 1e9}, "source": "test"},
-            "links": [
-                {"name": "near", "dies": 2, "bandwidth": 4e9, "latency": 1e-6, "source": "test"},
-                {"name": "node", "dies": 8, "bandwidth": 2e9, "latency": 2e-6, "source": "test"},
-                {"name": "far", "dies": 64, "bandwidth": 1e9, "latency": 5e-6, "source": "test"},
-            ],
-            "coefficients": {key: {"values": values, "source": "test"} for key, values in coefficients.items()},
-        }
-    )
-
-
-def cost(family: str, sizes: dict[str, Any], values: dict[str, float], dtype: str = "bfloat16", name: str = "") -> Cost:
-    return price(Kernel(family, sizes, dtype, name), toy(**{family: values}))
-
-
-def test_matmul_flops_bytes_and_each_term() -> None:
-    sizes = {"m": 128, "k": 512, "n": 256}
-    flops, moved = 2 * 128 * 512 * 256, 2 * (128 * 512 + 512 * 256 + 128 * 256)
-    found = cost("matmul", sizes, {"launch": 7})
-    assert (found.flops, found.bytes, found.seconds, found.bound) == (flops, moved, pytest.approx(7 * US), "launch")
-    assert cost("matmul", sizes, {"cube": 2}).seconds == pytest.approx(2 * flops / 1e12)
-    assert cost("matmul", sizes, {"memory": 3}).seconds == pytest.approx(3 * moved / GIGA)
-    # one tile of 128 x 256 on two cores: half of them start, half of the only wave is idle
-    assert cost("matmul", sizes, {"fill": 10}).seconds == pytest.approx(5 * US)
-    assert cost("matmul", sizes, {"tail": 1}).seconds == pytest.approx(flops / 1e12)
-    assert cost("matmul", sizes | {"n": 512}, {"tail": 1}).seconds == 0  # two tiles fill the wave
-
-
-def test_cube_and_memory_overlap_in_part() -> None:
-    sizes = {"m": 128, "k": 512, "n": 256}
-    cube = cost("matmul", sizes, {"cube": 1}).seconds
-    memory = cost("matmul", sizes, {"memory": 1}).seconds
-    both = cost("matmul", sizes, {"cube": 1, "memory": 1})
-    assert both.seconds == pytest.approx((cube**1.5 + memory**1.5) ** (2 / 3))
-    assert both.bound == "memory"
-    assert cost("matmul", sizes, {"cube": 100, "memory": 1}).bound == "cube"
-
-
-def test_matmul_by_dtype_and_batch() -> None:
-    sizes = {"m": 32, "k": 64, "n": 32, "batch": 3}
-    found = cost("matmul", sizes, {"cube": 1}, "int8")
-    assert found.flops == 3 * 2 * 32 * 64 * 32
-    assert found.bytes == 3 * (32 * 64 + 64 * 32 + 2 * 32 * 32)
-    assert found.seconds == pytest.approx(found.flops / 2e12)
-    wide = cost("matmul", sizes, {"cube": 1}, "a16w8")  # 8-bit weights, 16-bit peak
-    assert wide.bytes == 3 * (2 * 32 * 64 + 64 * 32 + 2 * 32 * 32)
-    assert wide.seconds == pytest.approx(found.flops / 1e12)
-
-
-def test_int8_sums_pass_through_memory_unless_the_cube_scales_them() -> None:
-    sizes = {"m": 32, "k": 64, "n": 32}
-    assert cost("matmul", sizes, {"dequant": 1}, "int8").seconds == pytest.approx(32 * 32 * 8 / GIGA)
-    assert cost("matmul", sizes | {"dequant": "cube"}, {"dequant": 1}, "int8").seconds == 0
-    assert cost("matmul", sizes, {"dequant": 1}).seconds == 0  # bf16
-
-
-@pytest.mark.parametrize(("m", "k", "n", "off"), [(4, 16, 16, 0), (4, 17, 16, 1), (1, 17, 16, 0), (4, 16, 17, 1)])
-def test_misaligned_rows(m: int, k: int, n: int, off: int) -> None:
-    # 16 bf16 elements are 32 bytes; a single row of the left operand starts aligned whatever its length
-    ideal = 2 * m * k * n / 1e12 + 2 * (m * k + k * n + m * n) / GIGA
-    assert cost("matmul", {"m": m, "k": k, "n": n}, {"misaligned": 1}).seconds == pytest.approx(off * ideal)
-
-
-def test_grouped_matmul_counts_real_rows_and_skips_idle_experts() -> None:
-    found = cost("grouped_matmul", {"rows": (3, 0, 5), "k": 64, "n": 32}, {"cube": 1})
-    assert found.flops == 2 * 8 * 64 * 32
-    assert found.bytes == 2 * (8 * 64 + 2 * 64 * 32 + 8 * 32)  # two weights, not three
-    assert cost("grouped_matmul", {"rows": (0, 0), "k": 64, "n": 32}, {"cube": 1, "memory": 1}).seconds == 0
-
-
-def test_fused_products_add_up() -> None:
-    parts = ((2, 64, 32, 1), (2, 32, 64, 4))
-    found = cost("fused_matmuls", {"parts": parts}, {"cube": 1})
-    assert found.flops == 2 * 2 * 64 * 32 + 4 * 2 * 2 * 32 * 64
+from tests.cost.toy import GIGA, US, cost, toy
 
 
 def test_sparse_attention_runs_in_waves_of_tokens() -> None:
@@ -153,15 +63,23 @@ def test_indexer_scores_and_topk() -> None:
     assert found.flops == (5 + 6 + 7 + 8 + 9) * 2 * 2 * 8
     assert found.seconds == pytest.approx(scores * 2 * 2 * 8 / (1e12 / 2))
     assert cost("indexer", sizes, {"memory": 1}).seconds == pytest.approx(read * 8 * 2 / (GIGA / 2))
-    # log2(64) - 5 = 1: (1.36 v + 3.32 * 64 + ceil(v / 2)) / 2 cycles, two vector cores beside each cube core
-    cycles = sum((1.36 * v + 3.32 * 64 + -(-v // 2)) / 2 for v in (5, 6, 7, 8))
-    assert cost("indexer", sizes, {"topk": 1}).seconds == pytest.approx(cycles / 2 / 1e9)
+    # 9 keys or fewer are all among the top 64: nothing to pick. Of the top 4 every row of 5 and more has to
+    assert cost("indexer", sizes, {"topk": 1}).seconds == 0
+    few = sizes | {"topk": 4}  # log2(4) < 5: no merges; (1.36 v + 3.32 * 4) / 2 cycles, two vector cores a cube core
+    cycles = sum((1.36 * v + 3.32 * 4) / 2 for v in (5, 6, 7, 8))
+    picking = cost("indexer", few, {"topk": 1}).seconds
+    assert picking == pytest.approx(cycles / 2 / 1e9)
+    # picking goes on beside scoring and reading: the longest counts
+    reading = read * 8 * 2 / (GIGA / 2)
+    assert cost("indexer", few, {"memory": 1, "topk": 1}).seconds == pytest.approx(max(reading, picking))
+    assert cost("indexer", few, {"memory": 1, "topk": 100}).seconds == pytest.approx(100 * picking)
 
 
 def test_topk_alone() -> None:
     found = cost("topk", {"rows": 5, "width": 100, "k": 32}, {"topk": 1}, "float32")
     assert found.seconds == pytest.approx(2 * (136 + 3.32 * 32) / 2 / 1e9)  # 5 rows on 4 vector cores: 2 waves
-    assert topk_cycles(np.array([0.0]), 32).tolist() == [0.0]
+    assert topk_cycles(np.array([0.0, 32.0]), 32).tolist() == [0.0, 0.0]
+    assert topk_cycles(np.array([100.0]), 64).tolist() == [(136 + 3.32 * 64 + 50) / 2]  # log2(64) - 5 = 1: 50 merges
 
 
 VECTOR_BYTES = [
@@ -192,6 +110,22 @@ def test_vector_ops_fill_the_cores_and_spill_from_l2() -> None:
     assert cost("rms_norm", {"rows": 40, "width": 10}, {"miss": 1}).seconds == pytest.approx(600 / GIGA)  # 1600 bytes
     assert cost("rms_norm", {"rows": 4, "width": 10}, {"miss": 1}).seconds == 0
     assert cost("copy", {"rows": 4, "width": 10, "moved": 77}, {"memory": 1}).bytes == 77
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "padded"),
+    [
+        (6, 16, "bfloat16", 0),
+        (6, 17, "bfloat16", 1),
+        (1, 17, "bfloat16", 0),
+        (6, 8, "float32", 0),
+        (6, 9, "float32", 1),
+    ],
+)
+def test_vector_rows_off_the_grid_are_padded(rows: int, width: int, dtype: str, padded: int) -> None:
+    found = cost("rms_norm", {"rows": rows, "width": width}, {"padding": 1}, dtype)
+    assert found.bytes == 2 * rows * width * (4 if dtype == "float32" else 2)
+    assert found.seconds == pytest.approx(padded * found.bytes / GIGA)
 
 
 def collective(op: str, ranks: tuple[int, ...], size: int, values: dict[str, float], **more: int) -> Cost:

@@ -33,7 +33,9 @@ def one(tmp_path: Path, op: str, **params: Any) -> Row:
 NAMED = [
     ("matmul", {"M": 4, "K": 8, "N": 16, "dtype": "bf16"}, Kernel("matmul", {"m": 4, "k": 8, "n": 16}, "bfloat16")),
     ("quant_matmul", {"M": 4, "K": 8, "N": 16, "dtype": "int8", "out": "bf16", "weight": "NZ"},
-     Kernel("matmul", {"m": 4, "k": 8, "n": 16}, "int8")),
+     Kernel("matmul", {"m": 4, "k": 8, "n": 16, "blocked": True}, "int8")),
+    ("quant_matmul", {"M": 4, "K": 8, "N": 16, "dtype": "int8", "out": "fp16", "weight": "ND"},
+     Kernel("matmul", {"m": 4, "k": 8, "n": 16, "dequant": "cube"}, "int8")),
     ("batch_matmul", {"batch": 3, "M": 4, "K": 8, "N": 16, "dtype": "fp16"},
      Kernel("matmul", {"m": 4, "k": 8, "n": 16, "batch": 3}, "float16")),
     ("gemm_util", {"groups": 2, "M": 4, "N": 16, "K": 8, "dtype": "int8"},
@@ -107,6 +109,12 @@ SHAPED = [
      {"m": 4, "k": 8, "n": 16, "batch": 1}),
     ("grouped_matmul", [[9, 8], [3, 16, 8]], ["bfloat16"] * 2, {"group_list": [2, 2, 9], "transpose_weight": True},
      "grouped_matmul", {"rows": (2, 0, 7), "k": 8, "n": 16}),
+    ("quant_matmul", [[4, 64], [2, 4, 16, 16]], ["int8"] * 2, {}, "matmul",
+     {"m": 4, "k": 64, "n": 32, "batch": 1, "blocked": True}),
+    ("grouped_matmul_swiglu_quant", [[9, 64], [3, 64, 32]], ["int8"] * 2, {"group_list": [2, 2, 9]}, "grouped_matmul",
+     {"rows": (2, 0, 7), "k": 64, "n": 32, "relayout": True}),
+    ("grouped_matmul_swiglu_quant", [[9, 64], [3, 1, 4, 16, 32]], ["int8"] * 2, {"group_list": [2, 2, 9]},
+     "grouped_matmul", {"rows": (2, 0, 7), "k": 64, "n": 32, "blocked": True}),
     ("dynamic_quant", [[2, 3, 5]], ["bfloat16"], {}, "dynamic_quant", {"rows": 6, "width": 5}),
     ("mla", [[2, 3, 8, 512], [2, 3, 8, 64], [2, 9, 1, 512], [2, 9, 1, 64], [2, 9, 1, 512]], ["float16"] * 5,
      {"inputLayout": "BSND", "is_causal": True}, "dense_attention",
@@ -121,7 +129,7 @@ SHAPED = [
      {"queries": (3,), "keys": (99,), "causal": True, "heads": 8, "topk": 16, "qk": 512, "v": 512}),
     ("moe_re_routing", [[64, 32], [4, 4], [64]], ["int8"], {}, "routing", {"rows": 64, "width": 32}),
     ("moe_finalize_routing", [[64, 32], [64], [16, 32], [16, 32], [8, 32], [16, 4], [16, 4]], ["float16"], {},
-     "unpermute", {"rows": 64, "width": 32, "moved": (64 + 64 + 16 * 3) * 32 * 2}),
+     "unpermute", {"rows": 64, "width": 32, "moved": (64 + 8 + 16 * 3) * 32 * 2}),
     ("swi_glu", [[6, 64]], ["float16"], {"dim": -1}, "swiglu", {"rows": 6, "width": 64}),
 ]  # fmt: skip
 
@@ -133,6 +141,37 @@ def test_input_shapes(
     row = one(tmp_path, op, case=1, input_shape=shapes, dtype=dtypes, attrs=attrs)
     assert row.why == ""
     assert [(k.family, dict(k.sizes)) for k in row.kernels] == [(family, sizes)]
+
+
+@pytest.mark.parametrize(
+    ("rotations", "cache", "name"),
+    [
+        ([2, 4, 3, 64], "float16", "per_head"),
+        ([2, 4, 3, 64], "int8", "per_head_int8"),
+        ([2, 4, 1, 64], "float16", "per_head_shared"),  # 8 rotations for 24 rows
+        ([2, 4, 1, 64], "int8", "per_head_int8_shared"),
+    ],
+)
+def test_caches_by_head_take_paths_of_their_own(tmp_path: Path, rotations: list[int], cache: str, name: str) -> None:
+    shapes = [[2, 4, 3, 192], [192], rotations, rotations, [6], [5, 8, 4, 192], [5, 8, 4, 128], *[None] * 4,
+              [2, 4, 3, 128]]  # fmt: skip
+    dtypes = [*["float16"] * 4, "int64", cache, cache, *[None] * 4, "float16"]
+    found = one(tmp_path, "kv_rms_norm_rope_cache_v2", input_shape=shapes, dtype=dtypes).kernels[0]
+    assert (found.family, found.name) == ("kv_norm_rope_cache", name)
+    read = 24 * 192 + 2 * rotations[2] * 8 * 64 + 24 * 128  # rows, sines and cosines, values
+    written = (24 * 192 + 24 * 128) * (1 if cache == "int8" else 2)
+    assert found.sizes == {"rows": 24, "width": 192, "moved": 2 * read + written}
+
+
+def test_a_routing_of_some_experts_is_as_large_as_its_output(tmp_path: Path) -> None:
+    shapes = {"input_shape": [[9, 64], [9, 8]], "dtype": ["bfloat16", "int32"]}
+    assert one(tmp_path, "moe_init_routing", **shapes).kernels[0].sizes == {"rows": 72, "width": 64}
+    silent = one(tmp_path, "ai_infra_moe_init_routing_v3", **shapes)
+    assert silent.kernels == ()
+    assert "neither its output nor the range of experts" in silent.why
+    path = tmp_path / "details.csv"
+    path.write_text(f'{PROFILE["op_summary"]}\n0,a,AiInfraMoeInitRoutingV3,5,"9,64;9,8",BF16;INT32,"20,64"\n')
+    assert read_rows(path)[0].kernels[0].sizes == {"rows": 20, "width": 64}
 
 
 def test_a_swiglu_along_another_dim_may_cut_its_halves_first(tmp_path: Path) -> None:
@@ -213,7 +252,7 @@ def test_a_profilers_table_is_known_by_its_columns(tmp_path: Path, layout: str) 
         ("matmul", pytest.approx(12.5e-6)), ("matmul", pytest.approx(20e-6)), ("add_rms_norm", pytest.approx(5e-6)),
         ("sparse_attention", pytest.approx(9e-6)),
     ]  # fmt: skip
-    assert dict(rows[1].kernels[0].sizes) == {"m": 4, "k": 64, "n": 32, "batch": 1}
+    assert dict(rows[1].kernels[0].sizes) == {"m": 4, "k": 64, "n": 32, "batch": 1, "blocked": True}
     assert rows[1].kernels[0].dtype == "int8"
     sizes = rows[3].kernels[0].sizes
     assert (sizes["queries"], sizes["heads"], sizes["topk"], sizes["qk"]) == ((3,), 8, 16, 576)
