@@ -1,6 +1,7 @@
 """The command `compare`: several plans on the same weights and batch."""
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +47,7 @@ def compare_plans(
             "layers": layers, "mode": mode, "dtype": dtype, "variants": variants(variant), "seed": seed,
         })  # fmt: skip
         names = [name.strip() for name in plans.split(",") if name.strip()]
-        with tempfile.TemporaryDirectory() as scratch, progress_bar(quiet=as_json) as update:
+        with tempfile.TemporaryDirectory() as scratch, progress_bar(quiet=not sys.stderr.isatty()) as update:
             result = compare(
                 loaded, names, out or Path(scratch), lambda plan, stage, share: update(f"{plan}: {stage}", share)
             )

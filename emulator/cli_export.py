@@ -30,7 +30,7 @@ DeviceOption = Annotated[
 DatabaseOption = Annotated[
     Path | None, typer.Option(help="Folder of measured kernel times, in TensorCast's CSV layout.")
 ]
-QuantOption = Annotated[str, typer.Option(help="Quantisation of the weights, as for `replay`.")]
+QuantOption = Annotated[str | None, typer.Option(help="Quantisation of the weights, as for `replay`.")]
 OverlapOption = Annotated[bool, typer.Option("--overlap", help="KV and weight gathers run beside compute.")]
 SplitOption = Annotated[
     bool, typer.Option("--split-attention", help="Under dsa_cp, price sparse attention on local tokens, too.")
@@ -52,7 +52,7 @@ def export(
         typer.Option(help="File (perfetto; .gz compresses it) or folder; default: beside the traces."),
     ] = None,
     database: DatabaseOption = None,
-    quant: QuantOption = "none",
+    quant: QuantOption = None,
     overlap: OverlapOption = False,
     split_attention: SplitOption = False,
 ) -> None:
@@ -76,7 +76,7 @@ def report(
     device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(help="The page; default: report.html beside the traces.")] = None,
     database: DatabaseOption = None,
-    quant: QuantOption = "none",
+    quant: QuantOption = None,
     overlap: OverlapOption = False,
     split_attention: SplitOption = False,
 ) -> None:

@@ -27,8 +27,12 @@ def replay(
         Path | None, typer.Option(help="Folder of measured kernel times, in TensorCast's CSV layout.")
     ] = None,
     quant: Annotated[
-        str, typer.Option(help="Quantisation of the weights: none, w8a8 or another of profiles/quant, or a TOML file.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="Quantisation of the weights: none, w8a8 or another of profiles/quant, or a TOML file; "
+            "default: what the run had."
+        ),
+    ] = None,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Gathers that the plan starts ahead run beside compute.")
     ] = False,
@@ -70,6 +74,8 @@ def print_cost(cost: dict[str, Any]) -> None:
     )
     for step in cost["steps"]:
         say(f"step {step['step']} ({step['phase']}, plan {step['plan']}): {_ms(step['seconds'])} ms")
+        if not step["finished"]:
+            say("  unfinished: a trace ends inside this step, and only what ran before that is priced")
         for op, rows in step["rows"].items():
             name = "indexer top-k side" if op == "indexer" else "attention"
             say(f"  {name}: {rows['boundary']} at the graph's boundary, priced on {rows['priced']}")

@@ -124,3 +124,14 @@ def test_the_whole_model_on_16_ranks_in_under_5_seconds(tmp_path):
     assert len(cost["steps"][0]["ranks"]) == 16
     assert len({layer["layer"] for layer in cost["steps"][0]["layers"]}) == 78 + 1
     assert cost["replay_s"] < 5
+
+
+def test_a_trace_that_ends_inside_a_step_is_said_to(folder, tmp_path):
+    """All ranks stop at their first norm; nothing is left for which a rank would wait."""
+    assert replayed(folder)["steps"][0]["finished"] is True
+    for path in sorted(folder.glob("rank_*.jsonl")):
+        lines = path.read_text().splitlines(keepends=True)
+        end = next(n for n, line in enumerate(lines) if '"op": "rms_norm"' in line)
+        (tmp_path / path.name).write_text("".join(lines[: end + 1]))
+    assert replayed(tmp_path)["steps"][0]["finished"] is False
+    assert "unfinished: a trace ends inside this step" in call("replay", str(tmp_path), "--device", "A3").stdout

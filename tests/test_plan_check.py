@@ -111,3 +111,13 @@ def test_command():
     assert "first differing boundary: input of model.layers.0.input_layernorm is full-token [13, 144]" in bad.output
     unknown = CliRunner().invoke(app, ["plan", "check", "tp", "--contract", "nothing"])
     assert unknown.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(("--tokens", "-3"), "tokens = -3"), (("--tp", "0"), "parallel.tp = 0"), (("--dp", "0"), "parallel.dp = 0")],
+)
+def test_sizes_out_of_range_are_one_line(arguments, says):
+    found = CliRunner().invoke(app, ["plan", "check", "dsa_cp", *arguments])
+    assert found.exit_code == 2
+    assert found.stderr == f"error: plan check: {says}: input should be greater than 0\n"

@@ -30,12 +30,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Options:
-    """quant: quantisation scheme of the weights (profiles/quant), by name or path. overlap: collectives that the graph
+    """quant: quantisation scheme of the weights (profiles/quant), by name or path; None: the run's own. overlap: collectives that the graph
     starts ahead (gathers of the KV row, of weights) run beside compute. split_attention: under DSA context parallelism,
     sparse attention too is priced on the rank's local tokens where the graph's boundary is full-token, as the indexer's
     query side always is. step: only this one. kernels: kernel table, by name or path."""
 
-    quant: str = "none"
+    quant: str | None = None
     overlap: bool = False
     split_attention: bool = False
     step: int | None = None
@@ -64,7 +64,7 @@ def replay_with(traces: Sequence[Trace], pricer: Pricer, options: Options = DEFA
         raise UsageError("the traces hold no step: the run ended before its first one")
     if len({len(own) for own in steps}) > 1:
         raise UsageError(f"ranks ran different numbers of steps: {[len(own) for own in steps]}")
-    table = load_kernels(options.kernels, options.quant)
+    table = load_kernels(options.kernels, quant_of(traces, options))
     numbers = [step["step"] for step, _ in steps[0]]
     if options.step is not None and options.step not in numbers:
         raise UsageError(f"step {options.step}: the trace has {', '.join(map(str, numbers))}")
@@ -73,6 +73,11 @@ def replay_with(traces: Sequence[Trace], pricer: Pricer, options: Options = DEFA
         for at, number in enumerate(numbers)
         if options.step in (None, number)
     ]
+
+
+def quant_of(traces: Sequence[Trace], options: Options) -> str:
+    """The scheme that a replay prices weights in: the options', or else the one that the run itself was made with."""
+    return options.quant or traces[0][0].get("quant") or "none"
 
 
 def check_headers(traces: Sequence[Trace]) -> Groups:

@@ -12,7 +12,7 @@ from emulator.cost.database import Database
 from emulator.cost.device import load_device
 from emulator.cost.kernel import Timeline
 from emulator.cost.local_rows import applied_splits, priced_rows
-from emulator.cost.replay import DEFAULT, Options, Trace, replay
+from emulator.cost.replay import DEFAULT, Options, Trace, quant_of, replay
 from emulator.cost.totals import (
     by_bound,
     by_kernel,
@@ -58,15 +58,27 @@ def _no_collector() -> Iterator[None]:
 
 
 def describe(traces: Sequence[Trace], timelines: Sequence[Timeline], options: Options) -> dict[str, Any]:
-    """{device, options, trace_dtype, steps}; per step: seconds, rows (local_rows.priced_rows), ranks, skew, ops,
+    """{device, options, trace_dtype, steps}; per step: seconds, finished (False: a rank's trace ends inside it), rows (local_rows.priced_rows), ranks, skew, ops,
     modules, layers, kernels, bounds, sources, and what is not priced on rank 0."""
-    steps = {step["step"]: (step, records) for step, records in steps_of(traces[0][1])}
+    of_ranks = [{step["step"]: (step, records) for step, records in steps_of(own)} for _, own in traces]
+    steps = of_ranks[0]
     return {
         "device": timelines[0].device,
-        "options": asdict(options),
+        "options": {**asdict(options), "quant": quant_of(traces, options)},
         "trace_dtype": traces[0][0]["dtype"],
-        "steps": [_step(timeline, *steps[timeline.step], options) for timeline in timelines],
+        "steps": [
+            {
+                **_step(timeline, *steps[timeline.step], options),
+                "finished": all(_finished(own[timeline.step][1]) for own in of_ranks),
+            }
+            for timeline in timelines
+        ],
     }
+
+
+def _finished(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether a rank came to the end of a step: it writes its peak of memory there."""
+    return any(record["kind"] == "memory" for record in records)
 
 
 def _step(timeline: Timeline, step: dict[str, Any], records: list[dict[str, Any]], options: Options) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from emulator.cost.database import Database
 from emulator.cost.device import Device, load_device
 from emulator.cost.kernel import Slice, Timeline
-from emulator.cost.replay import DEFAULT, Options, replay
+from emulator.cost.replay import DEFAULT, Options, quant_of, replay
 from emulator.errors import UsageError
 from emulator.export.wall_clock import is_collective, wall_timelines
 from emulator.runtime.mesh import Mesh
@@ -110,7 +110,8 @@ def make_run(traces: Sequence[Trace], target: Target | None = None) -> Run:
     if target is None:
         return Run(headers, steps, tuple(wall_timelines(traces)))
     timelines = replay(traces, target.device, options=target.options, database=target.database)
-    return Run(headers, steps, tuple(timelines), target.device, target.options)
+    options = replace(target.options, quant=quant_of(traces, target.options))
+    return Run(headers, steps, tuple(timelines), target.device, options)
 
 
 def load_run(folder: Path, target: Target | None = None) -> Run:

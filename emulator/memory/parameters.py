@@ -92,7 +92,7 @@ def weight_layout(name: str, parameter: Tensor, plan: Plan, sizes: Mapping[str, 
     placements = plan.weight_of(row)
     if name.endswith(".bias"):
         share = R if plan.gathers_weight(row) else PARTIAL
-        placements = {a: share if p == Shard(1) else p for a, p in placements.items()}
+        placements = {a: share if p == Shard(1) else R if isinstance(p, Owned) else p for a, p in placements.items()}
     for axis, placement in placements.items():
         if not isinstance(placement, Shard):
             continue

@@ -96,7 +96,7 @@ class Executor:
                 self.memory.dropped(dead)
                 if self.shadow is not None:
                     self.shadow.drop(dead)
-        caches = [*self.inputs["latent_caches"], *self.inputs["index_caches"]]
+        caches = [c for name in ("latent_caches", "index_caches") for c in self.inputs.get(name, ())]
         held = {"weight_bytes": sum(self.weight_bytes.values()), "cache_bytes": sum(num_bytes(c) for c in caches)}
         self.recorder.memory({**self.memory.report(), **held})
         return result

@@ -138,7 +138,8 @@ def _constants(evidence: Evidence, name: str, constant: Any) -> Iterator[Any]:
         if rotated is not None:
             yield from {0, x.shape[-1] - 2 * len(evidence.operand(rotated)[0])} - {constant}
     elif evidence.op in ("mla_sparse_attention", "multihead_latent_attention") and name == "scale":
-        named = {n: evidence.operand(i)[0] for i, n in enumerate(evidence.argument_names())}
+        given = evidence.argument_names()[: len(evidence.node.args)]  # the rest are left at their defaults
+        named = {n: evidence.operand(i)[0] for i, n in enumerate(given)}
         nope, rank = named["w_uk_t"].shape[1:]
         rope = named["cache"].shape[1] - rank
         widths = (nope + rope, nope, rank + rope, rank, named["w_uv"].shape[2], rope)

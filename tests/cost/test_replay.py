@@ -164,6 +164,18 @@ def test_a_quantised_weight_travels_in_8_bits():
     assert [t.slices[0][0].kernels[0][0].sizes["bytes"] for t in (whole, quantised)] == [16, 8]
 
 
+def test_a_run_with_quantised_weights_is_priced_in_them_unless_told_otherwise():
+    traces = [trace(0, [linear(3, 8, 8)])]
+    traces[0][0]["quant"] = "w8a8_dynamic"
+    found = {}
+    for quant in (None, "none", "w8a8_dynamic"):
+        pricer = Pricer(SimpleNamespace(name="stand-in"), None, counted)
+        (timeline,) = replay_with(traces, pricer, Options(quant=quant))
+        found[quant] = [kernel.name for kernel, _ in timeline.slices[0][0].kernels]
+    assert found["none"] == ["MatMulV2"]
+    assert found[None] == found["w8a8_dynamic"] == ["DynamicQuant", "QuantBatchMatmulV3"]
+
+
 def test_groups_of_several_axes():
     records = [all_reduce(4, 8), op("all_to_all", [tensor([1, 4])], [tensor([4, 1])], group="ep",
                                     attrs={"dim": 1, "concat_dim": 0})]  # fmt: skip
@@ -354,6 +366,7 @@ def test_an_op_that_cannot_be_priced():
         (lambda t: [t[1], t[0]], "traces of ranks [1, 0], but the mesh has 2 ranks"),
         (lambda t: [t[0], ({**t[1][0], "scenario": "another"}, t[1][1])], "different runs: scenario differs"),
         (lambda t: [t[0], (t[1][0], t[1][1][1:])], "ranks ran different numbers of steps: [1, 0]"),
+        (lambda t: [(header, records[1:]) for header, records in t], "the traces hold no step"),
         (lambda t: [], "no traces"),
     ],
 )

@@ -184,7 +184,7 @@ def test_the_peak_has_kv_b_proj_beside_its_derived_tensors(ledger_of):
     ],
 )  # fmt: skip
 def test_the_emulator_rules_are_what_a_rank_loads(ledger_of, model, plan, phase, dtype):
-    bias = {} if plan.startswith("dsa_cp_engine") else {"attention_bias": True}  # whole weights have no partial bias
+    bias = {"attention_bias": True}
     mesh = Mesh(tp=4, dp=2, ep=8)
     ledger = ledger_of(
         model, plan, rules="emulator", quant="none", tp=4, dp=2, ep=8, phase=phase, dtype=dtype, rank=5,

@@ -81,29 +81,6 @@ def test_lower_precision(dtype, seed):
     assert summary["max_error_in_tolerances"] < 1
 
 
-def test_dense_attention_on_int8_codes():
-    found = [run(scenario("deepseek-v3-mini", "sp", "w8a8", attention=a)) for a in ("float", "int8")]
-    for summary in found:
-        holds(summary)
-    assert found[0]["quantisation"] != found[1]["quantisation"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("quant", SCHEMES)
-@pytest.mark.parametrize("plan", ["tp", "sp", "dsa_cp", "dsa_cp_engine"])
-def test_every_plan_scheme_size_and_batch(plan, quant, model):
-    for tp in (1, 2, 4):
-        for fields in ({"tokens": 97}, {"tokens": 3}, {"step": RAGGED}):
-            holds(run(scenario(model, plan, quant, tp, **fields)))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lower_precision(dtype):
-    summary = run(scenario(plan="sp", dtype=dtype, tokens=40))
-    assert summary["verdict"] == "pass", (summary["checks"], summary["first_failure"])
-
-
 # --- a row-parallel linear: scales of shards, and the values of other plans ------------------------------------------
 
 

@@ -144,15 +144,16 @@ def test_bfloat16_is_rounded_only_once() -> None:
 
 def test_int8_scores_are_products_of_codes():
     """One query that sees two keys, by hand: n = r = R = 1, so that the absorbed query is [w_uk q_nope, q_pe]."""
-    q, cache = torch.tensor([[[2.0, 127.0]]]), torch.tensor([[254.0, 3.1], [1.0, 0.6]])
+    q, cache = torch.tensor([[[2.0, 127.0]]]), torch.tensor([[254.0, 3.1], [0.6, 1.0]])
     w_uk, w_uv = torch.full((1, 1, 1), 3.2), torch.full((1, 1, 1), 10.0)
     operands = [t.double() for t in (q, cache, w_uk, w_uv)]
-    lens = (torch.tensor([1]), torch.tensor([2]), torch.tensor([[0]]), 2, 0.01)
+    lens = (torch.tensor([1]), torch.tensor([2]), torch.tensor([[0]]), 2, 1e-4)
     found = torch.ops.emulator.multihead_latent_attention(*operands, *lens, True)
-    # query 0.01 * [6.4, 127]: scale 0.01, codes [6, 127]; keys: scale 2, codes [127, 2 (1.55)]; scale 1/127, [127, 76]
-    scores = [0.01 * 2 * (6 * 127 + 127 * 2), 0.01 / 127 * (6 * 127 + 127 * 76)]
+    # query 1e-4 * [6.4, 127]: scale 1e-4, codes [6, 127]
+    # keys: scale 2, codes [127, 2 (1.55)]; scale 1/127, codes [76 (76.2), 127]
+    scores = [1e-4 * 2 * (6 * 127 + 127 * 2), 1e-4 / 127 * (6 * 76 + 127 * 127)]
     weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
-    assert found.flatten().tolist() == pytest.approx([10 * float(weights @ torch.tensor([254.0, 1.0]).double())])
+    assert found.flatten().tolist() == pytest.approx([10 * float(weights @ torch.tensor([254.0, 76 / 127]).double())])
 
 
 def test_int8_is_within_the_rounding_of_codes():
