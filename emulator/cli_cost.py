@@ -157,7 +157,8 @@ def calibrate_command(
             raise UsageError(f"{rows}: no row is of {profile.name}; its names: {', '.join(sorted(profile.names()))}")
         results = calibrate(used, profile)
         if not results:
-            raise UsageError(f"{rows}: none of the {len(used)} rows of {profile.name} can be used: {used[0].why}")
+            why = samples(used, profile)[1][0][1]
+            raise UsageError(f"{rows}: none of the {len(used)} rows of {profile.name} can be used: {why}")
         if out is not None:
             found = with_coefficients(profile, results)
             names = sorted({*profile.names()} - {out.stem})  # rows of this device are rows of the new profile too

@@ -132,6 +132,13 @@ def test_calibrate_writes_a_profile_that_prices_its_rows(tmp_path: Path) -> None
     assert "1 rows are of other devices: A3" in printed
 
 
+def test_rows_of_which_none_can_be_used_say_why(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, ("n", "A3", "quant_matmul", MATMUL, "-5"))
+    result = run("calibrate", path, "--device", "A3")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("none of the 1 rows of 910C_752T can be used: no measured time\n")
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [

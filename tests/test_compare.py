@@ -69,4 +69,6 @@ def test_command(tmp_path):
     assert (tmp_path / "sp" / "rank_3.jsonl").exists()
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert [p["verdict"] for p in found["plans"]] == ["pass", "pass"]
-    assert CliRunner().invoke(app, ["compare", "glm-5.1-mini", "--plans", "tp,tp"]).exit_code == 2
+    assert shown.stderr == ""
+    twice = CliRunner().invoke(app, ["compare", "glm-5.1-mini", "--plans", "tp,tp"])
+    assert (twice.exit_code, twice.stderr) == (2, "error: --plans: tp is named twice\n")

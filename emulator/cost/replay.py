@@ -30,10 +30,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Options:
-    """quant: quantisation scheme of the weights (profiles/quant), by name or path; None: the run's own. overlap: collectives that the graph
-    starts ahead (gathers of the KV row, of weights) run beside compute. split_attention: under DSA context parallelism,
-    sparse attention too is priced on the rank's local tokens where the graph's boundary is full-token, as the indexer's
-    query side always is. step: only this one. kernels: kernel table, by name or path."""
+    """quant: quantisation scheme of the weights (profiles/quant), by name or path; None: the run's own. overlap:
+    collectives that the graph starts ahead (gathers of the KV row, of weights) run beside compute. split_attention:
+    under DSA context parallelism, sparse attention too is priced on the rank's local tokens where the graph's boundary
+    is full-token, as the indexer's query side always is. step: only this one. kernels: kernel table, by name or path.
+    """
 
     quant: str | None = None
     overlap: bool = False

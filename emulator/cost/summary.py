@@ -58,8 +58,9 @@ def _no_collector() -> Iterator[None]:
 
 
 def describe(traces: Sequence[Trace], timelines: Sequence[Timeline], options: Options) -> dict[str, Any]:
-    """{device, options, trace_dtype, steps}; per step: seconds, finished (False: a rank's trace ends inside it), rows (local_rows.priced_rows), ranks, skew, ops,
-    modules, layers, kernels, bounds, sources, and what is not priced on rank 0."""
+    """{device, options, trace_dtype, steps}; per step: seconds, finished (False: a rank's trace ends inside it), rows
+    (local_rows.priced_rows), ranks, skew, ops, modules, layers, kernels, bounds, sources, and what is not priced on
+    rank 0."""
     of_ranks = [{step["step"]: (step, records) for step, records in steps_of(own)} for _, own in traces]
     steps = of_ranks[0]
     return {

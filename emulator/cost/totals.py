@@ -138,8 +138,9 @@ def _rank_time(rank: int, own: Sequence[Slice], step: float) -> RankTime:
     standing = _union([*busy, *((s.start - s.wait, s.start) for s in own if s.wait > 0)])
     of_compute, of_comm, of_busy = _length(_union(compute)), _length(_union(comm)), _length(busy)
     gaps = [b[0] - a[1] for a, b in zip([(0.0, 0.0), *standing], [*standing, (step, step)])]
+    overlapped = max(of_compute + of_comm - of_busy, 0.0)  # rounding alone may take it below
     return RankTime(
-        rank=rank, compute=of_compute, comm=of_comm, overlapped=max(of_compute + of_comm - of_busy, 0.0),  # rounding can take it below
+        rank=rank, compute=of_compute, comm=of_comm, overlapped=overlapped,
         wait=_length(standing) - of_busy, idle=sum(gaps),
     )  # fmt: skip
 

@@ -151,9 +151,7 @@ def _last_ops(by_step: Sequence[Sequence[Sequence[Mapping[str, Any]]]]) -> list[
 def _time(run: Run) -> dict[str, Any]:
     return {
         "steps": [timeline.seconds for timeline in run.timelines],
-        "options": {
-            key: value for key, value in vars(run.options).items() if value not in (getattr(DEFAULT, key), "none")
-        },
+        "options": {k: v for k, v in vars(run.options).items() if v not in (getattr(DEFAULT, k), "none")},
         "ranks": tables.rank_rows(run.timelines),
         "modules": tables.module_rows(run.timelines, len(run.ranks)),
         "sources": tables.shares(run.timelines, by_source),

@@ -165,7 +165,7 @@ def test_a_quantised_weight_travels_in_8_bits():
 
 
 def test_a_run_with_quantised_weights_is_priced_in_them_unless_told_otherwise():
-    traces = [trace(0, [linear(3, 8, 8)])]
+    traces = [trace(0, [linear(3, 8, 8)], tp=1)]
     traces[0][0]["quant"] = "w8a8_dynamic"
     found = {}
     for quant in (None, "none", "w8a8_dynamic"):

@@ -1,6 +1,7 @@
 """Sums over timelines: what is conserved, and what is counted where."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,15 @@ def test_overlapped_time_is_counted_once():
     # rank 0's gather starts with rank 1's at 30 and ends at 46, amid its compute of 5..105; the step ends at 131
     inside, _ = rank_times(run([rank(5, 100), rank(30, 100)], Options(overlap=True)))
     assert (inside.compute, inside.comm, inside.overlapped, inside.wait, inside.idle) == (106, 16, 16, 0, 25)
+
+
+def test_rounding_overlaps_nothing():
+    """In floats 0.2 + (0.9 - 0.4) + (0.4 - 0.2) is less than 0.9."""
+    timeline = run([[linear(1, 8, 8), all_reduce(4, 8), linear(3, 8, 8)]] * 2)
+    starts, seconds = (0.0, 0.2, 0.4), (0.2, 0.2, 0.5)
+    own = tuple(replace(s, start=t, seconds=d, wait=0.0) for s, t, d in zip(timeline.slices[0], starts, seconds))
+    (found,) = rank_times(replace(timeline, slices=(own,), seconds=0.9))
+    assert found.overlapped == 0.0
 
 
 @pytest.mark.parametrize("options", [Options(), Options(overlap=True, quant="w8a8"), Options(split_attention=True)])
