@@ -16,8 +16,9 @@ import psutil
 from torch import distributed as dist
 
 from emulator.errors import RankError, UsageError
-from emulator.prepare import Prepared, add_batches, add_weights, prepare
-from emulator.rank import run_on_rank
+from emulator.jobs.prepare import Prepared, add_batches, add_weights, prepare
+from emulator.jobs.rank import run_on_rank
+from emulator.jobs.verdict import summarise
 from emulator.runtime.board import Board, StoreBoard
 from emulator.runtime.failure import explain, failure_of
 from emulator.runtime.mesh import Mesh
@@ -27,7 +28,6 @@ from emulator.runtime.threads import single_thread
 from emulator.runtime.transport import gather_objects
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
-from emulator.verdict import summarise
 from emulator.verify.reference import Tolerance
 
 _JOIN_TIMEOUT_S = 300.0

@@ -60,7 +60,7 @@ def test_its_test_exists(case):
 def test_row_counts_that_coincide_are_no_layout(tokens, tp, state):
     """layout-inferred-from-row-count, layer-boundary-leaves-and-reenters-sp, residual-chunk-silently-skipped: one row
     of a rank is one local row or the whole batch; the tag tells, and every plan equals the reference."""
-    from emulator.job import run
+    from emulator.jobs.job import run
     from emulator.scenario import load_scenario, parse_requests
 
     batch = parse_requests(",".join(f"{n}:{7 if state == 'decode' else 0}" for n in tokens)).model_dump()

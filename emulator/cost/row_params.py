@@ -29,6 +29,8 @@ def number(params: Params, *names: str) -> int:
     for name in names:
         value = params.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value) or value < 1 or value != int(value):
+                raise NoKernel(f"{name} is {value}, which is no size")
             return int(value)
         if isinstance(value, str) and (found := re.match(r"\d+", value)):
             return int(found[0])

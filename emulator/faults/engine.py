@@ -133,7 +133,10 @@ def kv_padding_among_the_tokens(site: RankSite) -> None:
 
 
 @rank_fault(
-    "metadata", plan=ENGINE, places=at("self_attn.indexer", "dsa_indexer_topk"), no_effect=_one_row_in_all,
+    "metadata",
+    plan=ENGINE,
+    places=at("self_attn.indexer", "dsa_indexer_topk"),
+    no_effect=_one_row_in_all,
     diagnoses="wrong_metadata window_shift",  # ids of rows that see more keys are those of later rows
 )
 def lengths_of_the_whole_batch(site: RankSite) -> None:
@@ -144,7 +147,8 @@ def lengths_of_the_whole_batch(site: RankSite) -> None:
 
 
 @graph_fault(
-    plan=DECODE, cases=("sp-prefill-only-with-weight-gather",),
+    plan=DECODE,
+    cases=("sp-prefill-only-with-weight-gather",),
     places=(at("self_attn.o_proj", "slice", "unpad", "linear"), at("post_attention_layernorm", "add_rms_norm2")),
     diagnoses="not_gathered",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from emulator import job
+from emulator.jobs import job
 from emulator.scenario import load_scenario
 from emulator.trace.record import read_trace, trace_files
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emulator import job
+from emulator.jobs import job
 from emulator.scenario import load_scenario, parse_requests
 
 

@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from emulator import cli, cli_export
+from emulator import cli
+from emulator.cli import export as cli_export
 from emulator.errors import RankError
 
 app = typer.Typer()
@@ -79,7 +80,7 @@ def test_a_run_whose_rank_died_has_a_page_too(traced: Path, tmp_path: Path, monk
             shutil.copy(path, folder)
         raise RankError("rank 1 died")
 
-    monkeypatch.setattr(cli.job, "run", dies)
+    monkeypatch.setattr(cli.run.job, "run", dies)
     args = ["run", "glm-5.1-mini", "--tp", "2", "--out", str(tmp_path), "--json"]
     result = CliRunner().invoke(cli.app, [*args, "--report"])
     assert (result.exit_code, result.stdout) == (3, "")

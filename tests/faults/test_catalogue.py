@@ -10,13 +10,13 @@ from torch import fx
 from emulator.errors import UsageError
 from emulator.faults.catalogue import FAULTS, find_fault, inject_in_graph, inject_on_rank
 from emulator.faults.fault import Fault
+from emulator.jobs.matrix import TOKENS, Cell, case_of, scenario_of
+from emulator.jobs.prepare import Prepared, add_batches, prepare
 from emulator.layout.plan import module_pattern
 from emulator.layout.rank_graph import RankGraph
-from emulator.matrix import TOKENS, Cell, case_of, scenario_of
 from emulator.model.batch import own_caches
 from emulator.ops.registry import OPS
 from emulator.ops.transition import TRANSITIONS
-from emulator.prepare import Prepared, add_batches, prepare
 from emulator.verify.diagnosis import KINDS
 
 # ids of the public bug catalogue that one prefill request on one dp rank can express, by class

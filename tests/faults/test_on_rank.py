@@ -9,10 +9,10 @@ from torch import Tensor, fx
 from emulator.errors import UsageError
 from emulator.faults.on_graph import GraphEdit
 from emulator.faults.on_rank import FaultyCollectives, RankSite
+from emulator.jobs.matrix import Cell, scenario_of
+from emulator.jobs.prepare import prepare
 from emulator.layout.rank_graph import RankGraph, copy_graph
-from emulator.matrix import Cell, scenario_of
 from emulator.ops.foreign import function_name
-from emulator.prepare import prepare
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.mesh import Mesh
 

@@ -1,7 +1,7 @@
 """The forward peak of a run: how high, where, and what was live."""
 
-from emulator.job import run
-from emulator.report import print_summary
+from emulator.jobs.job import run
+from emulator.report.run import print_summary
 from emulator.scenario import load_scenario
 
 

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from emulator.job import run
-from emulator.prepare import prepare
+from emulator.jobs.job import run
+from emulator.jobs.prepare import prepare
 from emulator.scenario import load_scenario, parse_requests
 
 NINE_DECODES = ",".join(f"1:{context}" for context in range(9, 18))  # kv 10 .. 18

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from emulator.errors import UsageError
-from emulator.job import run
+from emulator.jobs.job import run
+from emulator.jobs.prepare import prepare
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import load_plan
 from emulator.model.config import load_config
-from emulator.prepare import prepare
 from emulator.scenario import load_scenario
 from emulator.verify.contract import symbols_of
 

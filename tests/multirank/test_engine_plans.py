@@ -2,7 +2,7 @@
 
 import pytest
 
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.layout.windows import GlobalBatch, local_batch
 from emulator.scenario import load_scenario, parse_requests
 

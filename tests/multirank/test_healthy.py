@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.scenario import load_scenario
 
 PASS = "emulator.passes.library:sequence_parallel_pass"

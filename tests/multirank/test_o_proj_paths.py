@@ -7,7 +7,7 @@ import pytest
 
 from emulator import profiles
 from emulator.errors import LayoutError
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.scenario import load_scenario, parse_requests
 
 BATCHES = {"prefill": "6,3", "decode": "1:20,2:9,1:33", "mixed": "1:20,6,1:7"}

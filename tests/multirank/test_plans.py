@@ -3,11 +3,11 @@
 import pytest
 import torch.distributed as dist
 
-from emulator.prepare import Prepared, add_batches, add_references, add_weights, load_weights, prepare
-from emulator.rank import run_on_rank
+from emulator.jobs.prepare import Prepared, add_batches, add_references, add_weights, load_weights, prepare
+from emulator.jobs.rank import run_on_rank
+from emulator.jobs.verdict import summarise
 from emulator.runtime.world import World
 from emulator.scenario import load_scenario
-from emulator.verdict import summarise
 
 VARIANTS = [
     {"embedding": "replicated"},
@@ -135,7 +135,7 @@ def test_all_reduce_on_local_tokens_is_wrong_at_its_first_module(tp, variants, m
 @pytest.mark.parametrize("tp", [on_ranks(4)])
 def test_a_wrong_weight_shard_is_caught_by_values_alone(tp, monkeypatch, inherited, rank_context):
     # rank 1 computes with rank 0's columns: every shape and count is right
-    import emulator.rank as rank_module
+    import emulator.jobs.rank as rank_module
 
     honest = rank_module.local_shard
 

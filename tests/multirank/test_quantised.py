@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from emulator.errors import UsageError
-from emulator.job import run
+from emulator.jobs.job import run
+from emulator.jobs.prepare import Prepared, add_weights, prepare
+from emulator.jobs.rank import _common, _value_run
 from emulator.memory.ledger import Settings, build_ledger
 from emulator.memory.rules import load_accounting
 from emulator.model.batch import own_caches
 from emulator.model.quantisation import load_scheme
-from emulator.prepare import Prepared, add_weights, prepare
-from emulator.rank import _common, _value_run
 from emulator.runtime.rank_process import RankContext
 from emulator.runtime.rank_weights import local_shard
 from emulator.runtime.threads import single_thread
@@ -131,8 +131,8 @@ def test_a_part_of_another_rank_is_named(quant, name, dim, monkeypatch):
     def part_of(weight, layout, mesh, rank):
         return local_shard(weight, layout, mesh, 0 if rank == 1 and weight is held[0] else rank)
 
-    monkeypatch.setattr("emulator.prepare.add_weights", add)
-    monkeypatch.setattr("emulator.rank.local_shard", part_of)
+    monkeypatch.setattr("emulator.jobs.prepare.add_weights", add)
+    monkeypatch.setattr("emulator.jobs.rank.local_shard", part_of)
     layers = 1 + int(name.split(".")[2])
     summary = run(scenario(plan="tp", quant=quant, layers=layers))
     first = summary["first_failure"]
@@ -148,7 +148,7 @@ def test_quant_bias_on_the_wrong_ranks_is_named(monkeypatch):
     def part_of(weight, layout, mesh, rank):
         return weight if str(layout) == "tp:partial" else local_shard(weight, layout, mesh, rank)
 
-    monkeypatch.setattr("emulator.rank.local_shard", part_of)
+    monkeypatch.setattr("emulator.jobs.rank.local_shard", part_of)
     summary = run(scenario(plan="tp", quant="w8a8", layers=1))
     first = summary["first_failure"]
     assert (first["module"], first["port"], first["rank"]) == ("model.layers.0.self_attn.o_proj", "output", 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator.prepare import Prepared, add_weights, load_weights, prepare
+from emulator.jobs.prepare import Prepared, add_weights, load_weights, prepare
 from emulator.runtime.comm_call import num_bytes
 from emulator.runtime.rank_process import RankContext
 from emulator.runtime.rank_weights import local_shard

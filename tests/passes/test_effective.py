@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from emulator.job import run
+from emulator.jobs.job import run
+from emulator.jobs.prepare import Prepared, prepare
+from emulator.jobs.rank import build_batch_shapes
 from emulator.layout.rank_graph import RankGraph
 from emulator.passes.effective import EffectiveOp, effective_ops
 from emulator.passes.repetition import expand, fold
-from emulator.prepare import Prepared, prepare
-from emulator.rank import build_batch_shapes
 from emulator.runtime.shape_mode import ShapeMode
 from emulator.scenario import load_scenario
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from emulator.jobs.prepare import Prepared, prepare
+from emulator.jobs.rank import run_on_rank
+from emulator.jobs.verdict import summarise
 from emulator.model.config import load_config
 from emulator.ops.registry import op_name
 from emulator.passes.repetition import expand, fold
-from emulator.prepare import Prepared, prepare
-from emulator.rank import run_on_rank
 from emulator.scenario import load_scenario
-from emulator.verdict import summarise
 
 # GLM-5.1's schedule in small: Fd Fd Sm Sm Sm Fm Sm Sm, so shared layers reuse the ids of layer 1, then of layer 5
 SHARED = {"num_hidden_layers": 8, "index_topk_freq": 4, "index_skip_topk_offset": 2}

@@ -3,7 +3,7 @@
 import pytest
 from torch import fx
 
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan
 from emulator.layout.propagation import propagate

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from emulator import job
 from emulator.faults.catalogue import find_fault
-from emulator.matrix import faulty_scenario
+from emulator.jobs import job
+from emulator.jobs.matrix import faulty_scenario
 from emulator.scenario import load_scenario
 
 SIZES: dict[str, Any] = {"parallel": {"tp": 3}, "tokens": 10, "layers": 4}

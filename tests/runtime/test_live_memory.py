@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from emulator.prepare import prepare
-from emulator.rank import run_shapes
+from emulator.jobs.prepare import prepare
+from emulator.jobs.rank import run_shapes
 from emulator.runtime.collectives import Collectives, Unattended
 from emulator.runtime.executor import Executor
 from emulator.runtime.live_memory import LiveMemory

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from emulator.jobs.prepare import prepare
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan
 from emulator.model.batch import own_caches
@@ -10,7 +11,6 @@ from emulator.model.config import load_config
 from emulator.model.layers import ProgramOptions
 from emulator.model.program import build_program
 from emulator.ops.linear import any_linear, linear_in_shards
-from emulator.prepare import prepare
 from emulator.runtime.threads import single_thread
 from emulator.scenario import load_scenario
 from emulator.verify.quantised import dequantised_weights, input_ranges, product_error, quantisation_error, row_parallel

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from emulator.cli import app
 from emulator.errors import RankError, UsageError
 from emulator.faults.catalogue import FAULTS, find_fault
-from emulator.matrix import (
+from emulator.jobs.matrix import (
     Cell,
     Outcome,
     _of_error,

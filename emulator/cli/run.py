@@ -1,7 +1,4 @@
-"""The command line: commands only, no logic.
-
-Exit codes: 0 all checks hold; 1 a check failed; 2 bad input; 3 a rank failed.
-"""
+"""The commands `run`, `inject`, `check` and `profiles`."""
 
 import json
 import sys
@@ -12,41 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator import (
-    cli_compare,
-    cli_cost,
-    cli_export,
-    cli_memory,
-    cli_replay,
-    job,
-    launcher,
-    matrix,
-    profiles,
-    report,
-    report_faults,
-    shrink,
-)
-from emulator.cli_common import JsonOption, ScenarioArg, exit_codes, variants
-from emulator.cli_plan import plan_app
+from emulator import launcher, profiles
+from emulator.cli import export as cli_export
+from emulator.cli import replay as cli_replay
+from emulator.cli.common import JsonOption, ScenarioArg, exit_codes, variants
 from emulator.errors import UsageError
 from emulator.faults.catalogue import FAULTS, find_fault
+from emulator.jobs import job, matrix, shrink
+from emulator.report import faults as report_faults
+from emulator.report import run as report
 from emulator.scenario import Scenario, default_out_dir, load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Runs DSA models on emulated tensor-parallel ranks and proves their token layouts.",
-)  # fmt: skip
-app.add_typer(plan_app, name="plan")
-cli_cost.register(app)
-cli_compare.register(app)
-cli_export.register(app)
-cli_memory.register(app)
-cli_replay.register(app)
 
-
-@app.command()
 def run(
     scenario: ScenarioArg,
     plan: Annotated[str | None, typer.Option(help="Plan name or TOML file.")] = None,
@@ -168,7 +144,6 @@ def _shrink(loaded: Scenario, out: Path | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-@app.command()
 def inject(
     fault: Annotated[str | None, typer.Argument(help="Name of a fault; --list shows them.")] = None,
     scenario: Annotated[str | None, typer.Argument(help="Scenario to run with it, as for `run`.")] = None,
@@ -229,7 +204,6 @@ def _matrix(todo: list[matrix.Cell], as_json: bool) -> bool:
     return any(o.state in ("missed", "unexpected") for o in outcomes)
 
 
-@app.command()
 def check(
     trace_dir: Annotated[Path, typer.Argument(help="Folder with rank_<r>.jsonl files.")],
     contract: Annotated[str, typer.Option(help="Contract name or TOML file.")],
@@ -246,9 +220,16 @@ def check(
     raise typer.Exit(0 if result["verdict"] == "pass" else 1)
 
 
-@app.command("profiles")
 def list_profiles() -> None:
     """List the models, plans, contracts and scenarios that come with the package."""
     console = Console()
     for kind in profiles.KINDS:
         console.print(f"[bold]{kind}[/bold]: " + ", ".join(profiles.names(kind)), soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the command line."""
+    app.command()(run)
+    app.command()(inject)
+    app.command()(check)
+    app.command("profiles")(list_profiles)

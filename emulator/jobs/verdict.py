@@ -9,10 +9,10 @@ import torch
 from emulator.cost.replay import Options
 from emulator.cost.summary import price_folder
 from emulator.errors import UsageError
+from emulator.jobs.prepare import Prepared
 from emulator.layout.plan import layer_of
 from emulator.layout.rank_graph import Violation
 from emulator.layout.windows import GlobalBatch, check_invariants, local_batches
-from emulator.prepare import Prepared
 
 
 def summarise(

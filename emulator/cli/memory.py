@@ -14,12 +14,12 @@ from emulator.layout.plan import load_plan, plan_for
 from emulator.memory.compare import compare
 from emulator.memory.ledger import Ledger, Settings, build_ledger
 from emulator.memory.parameters import raw_sizes
-from emulator.memory.report import print_comparison, print_ledger, print_tensors
 from emulator.memory.rules import load_accounting
 from emulator.model.config import model_folder
 from emulator.model.quant_description import find_description, read_description
 from emulator.model.quantisation import load_scheme
 from emulator.model.workload import phase_of
+from emulator.report.memory import print_comparison, print_ledger, print_tensors
 from emulator.scenario import Scenario, load_scenario
 
 PHASES = ("prefill", "decode")

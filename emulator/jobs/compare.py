@@ -11,7 +11,7 @@ from emulator.cost.mapping import load_kernels
 from emulator.cost.pricing import Pricer
 from emulator.cost.replay import check_headers, priced
 from emulator.errors import UsageError
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.layout.plan import load_plan
 from emulator.ops.transition import COLLECTIVES
 from emulator.scenario import Scenario
@@ -35,7 +35,7 @@ def compare(
     """
     if not plans:
         raise UsageError("--plans: name at least one plan")
-    doubled = [plan for plan, times in Counter(plans).items() if times > 1]
+    doubled = [plan for plan, times in Counter(Path(plan).stem for plan in plans).items() if times > 1]
     if doubled:
         raise UsageError(f"--plans: {doubled[0]} is named twice")
     offered = {plan: load_plan(plan).variants for plan in plans}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from emulator.cli_common import exit_codes
+from emulator.cli.common import exit_codes
 from emulator.cost.replay import Options
 from emulator.errors import UsageError
 from emulator.export.chakra import write_chakra

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from emulator import job
 from emulator.errors import RankError
 from emulator.faults.catalogue import FAULTS, find_fault
 from emulator.faults.fault import Case, Fault
+from emulator.jobs import job
+from emulator.jobs.prepare import prepare
 from emulator.layout.placement import Tokens
 from emulator.layout.plan import module_pattern
 from emulator.model.workload import build_workload
-from emulator.prepare import prepare
 from emulator.scenario import Parallel, Scenario, load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import check_folder, load_contract

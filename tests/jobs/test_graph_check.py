@@ -5,8 +5,8 @@ import torch
 import torch.distributed._functional_collectives  # registers _c10d_functional
 from torch import fx, nn
 
-from emulator.check import check_graph
 from emulator.errors import UsageError
+from emulator.jobs.graph_check import check_graph
 
 T, H, F = 11, 6, 8
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from emulator.faults.catalogue import inject_on_rank
 from emulator.faults.on_rank import FaultyCollectives
+from emulator.jobs.prepare import Prepared
 from emulator.model.batch import own_caches
-from emulator.prepare import Prepared
 from emulator.runtime.board import PeerFailed
 from emulator.runtime.collectives import Collectives
 from emulator.runtime.executor import Executor

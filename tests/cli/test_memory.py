@@ -11,7 +11,7 @@ from emulator.model.config import load_config
 from emulator.model.program import build_program
 from emulator.model.quant_description import checkpoint_names
 
-MINI = Path(__file__).parent.parent / "profiles" / "models" / "glm-5.1-mini" / "config.json"
+MINI = Path(__file__).parent.parent.parent / "profiles" / "models" / "glm-5.1-mini" / "config.json"
 SMALL = ("glm-5.1-mini", "--dtype", "bfloat16", "--ep", "4")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from emulator.jobs.prepare import Prepared, reference_of
+from emulator.jobs.rank import Retrace, retrace_on_rank
 from emulator.layout.plan import layer_of, module_pattern
 from emulator.layout.rank_graph import RankGraph
 from emulator.model.program import Program
 from emulator.ops.foreign import function_name
-from emulator.prepare import Prepared, reference_of
-from emulator.rank import Retrace, retrace_on_rank
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.world import World
 from emulator.verify.blame import Blame, Captured, Witnesses, suspects, value_origin

@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
-from emulator.job import run
+from emulator.jobs.job import run
+from emulator.jobs.shrink import commands, failure_of_run, shrink, write_scenario
 from emulator.scenario import load_scenario
-from emulator.shrink import commands, failure_of_run, shrink, write_scenario
 
 
 def test_a_value_failure_shrinks_to_its_layer(tmp_path):

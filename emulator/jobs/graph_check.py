@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from emulator.errors import UsageError
+from emulator.jobs.locate import Case, locate
 from emulator.layout.placement import Layout, Tokens, parse_want, parse_weight
 from emulator.layout.plan import Plan, load_plan
 from emulator.layout.propagation import propagate
 from emulator.layout.rank_graph import Boundary, RankGraph, Violation, behind_moves, copy_graph
-from emulator.locate import Case, locate
 from emulator.model.program import Program
 from emulator.ops.registry import LOCAL, op_name
 from emulator.ops.transition import TRANSITIONS

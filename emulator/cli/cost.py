@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from emulator.cli_common import JsonOption, exit_codes
+from emulator.cli.common import JsonOption, exit_codes
 from emulator.cost.accuracy import Priced, Unpriced, by, price_rows
 from emulator.cost.calibrate import Calibrated, Errors, calibrate, samples, with_coefficients
 from emulator.cost.device import Device, load_device

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from emulator.errors import RankError
-from emulator.locate import locate_crash, locate_failure
-from emulator.prepare import prepare
-from emulator.rank import run_on_rank
+from emulator.jobs.locate import locate_crash, locate_failure
+from emulator.jobs.prepare import prepare
+from emulator.jobs.rank import run_on_rank
+from emulator.jobs.verdict import failures_of, summarise
 from emulator.runtime.board import Board
 from emulator.runtime.threads import single_thread
 from emulator.runtime.world import World
 from emulator.scenario import Scenario
 from emulator.trace.flight_recorder import write_flight_records
-from emulator.verdict import failures_of, summarise
 
 # failures that no wrong value explains: a rank that died or stalled, or made another call than the others
 _OF_COMMUNICATION = ("Died", "Stalled", "CallMismatch", "PeerStalled", "PeerFailed")

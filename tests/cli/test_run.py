@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from emulator.cli import app
 
-MINI = Path(__file__).parent.parent / "profiles" / "models" / "glm-5.1-mini" / "config.json"
+MINI = Path(__file__).parent.parent.parent / "profiles" / "models" / "glm-5.1-mini" / "config.json"
 
 
 def _run(*args: str):
@@ -132,7 +132,7 @@ def test_plan_show_and_profiles():
 
 
 def test_a_failing_rank_exits_3_and_keeps_the_trace(tmp_path, monkeypatch):
-    import emulator.rank as rank_module
+    import emulator.jobs.rank as rank_module
 
     honest = rank_module.local_shard
 

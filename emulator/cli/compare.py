@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from emulator.cli_common import JsonOption, ScenarioArg, VariantOption, exit_codes, variants
-from emulator.compare import compare
-from emulator.report import progress_bar
-from emulator.report_compare import print_comparison
+from emulator.cli.common import JsonOption, ScenarioArg, VariantOption, exit_codes, variants
+from emulator.jobs.compare import compare
+from emulator.report.compare import print_comparison
+from emulator.report.run import progress_bar
 from emulator.scenario import load_scenario, parse_requests
 
 

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from emulator.cli import app
-from emulator.compare import compare
 from emulator.errors import UsageError
+from emulator.jobs.compare import compare
 from emulator.scenario import load_scenario
 
 

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from emulator.errors import UsageError
+from emulator.jobs.prepare import Prepared, prepare
+from emulator.jobs.rank import run_shapes, step_header
 from emulator.layout.plan import load_plan, module_pattern
-from emulator.prepare import Prepared, prepare
-from emulator.rank import run_shapes, step_header
 from emulator.runtime.collectives import Unattended
 from emulator.scenario import Scenario
 from emulator.trace.record import TraceWriter

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from emulator.errors import LayoutError, RankError, UsageError
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.layout.plan import module_pattern
 from emulator.scenario import Scenario
 

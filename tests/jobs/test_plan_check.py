@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from emulator import profiles
 from emulator.cli import app
 from emulator.errors import UsageError
+from emulator.jobs.plan_check import check_plan, rank_records
+from emulator.jobs.prepare import prepare
 from emulator.layout.plan import load_plan
-from emulator.plan_check import check_plan, rank_records
-from emulator.prepare import prepare
 from emulator.scenario import RequestSpec, Scenario, StepSpec
 from emulator.verify.contract import check_trace, load_contract
 

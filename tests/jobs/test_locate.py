@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import emulator.rank as rank_module
+import emulator.jobs.rank as rank_module
 from emulator.errors import RankError
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.scenario import load_scenario
 
 PASS = """

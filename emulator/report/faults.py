@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from emulator.faults.fault import Fault
-from emulator.matrix import CHECKS, Outcome, Row, rows, totals
+from emulator.jobs.matrix import CHECKS, Outcome, Row, rows, totals
 
 _WIDTH = 160  # of a pipe or file, which has no edge
 _SHORT = {"rank error": "rank"}

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from emulator import report
-from emulator.cli_common import JsonOption, VariantOption, exit_codes, variants
+from emulator.cli.common import JsonOption, VariantOption, exit_codes, variants
 from emulator.errors import UsageError, first_problem
+from emulator.jobs.plan_check import check_plan
 from emulator.layout.plan import load_plan
-from emulator.plan_check import check_plan
+from emulator.report import run as report
 from emulator.scenario import Scenario
 
 PlanArg = Annotated[str, typer.Argument(help="Plan name or TOML file.")]
