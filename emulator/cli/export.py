@@ -13,8 +13,9 @@ from emulator.errors import UsageError
 from emulator.export.chakra import write_chakra
 from emulator.export.mindstudio import write_mindstudio
 from emulator.export.perfetto import write_perfetto
-from emulator.export.run import find_target, load_run, no_collector
+from emulator.export.run import find_target, load_run
 from emulator.report_html.page import write_report
+from emulator.trace.record import no_collector
 
 
 class Format(StrEnum):

@@ -1,9 +1,7 @@
 """What a replay says, as one object: the shape of `emulator replay --json` and of `cost` in a run's summary."""
 
-import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from emulator.cost.totals import (
     rank_times,
     skew,
 )
-from emulator.trace.record import read_trace, steps_of, trace_files
+from emulator.trace.record import no_collector, read_trace, steps_of, trace_files
 
 
 def price_folder(
@@ -36,25 +34,13 @@ def price_folder(
     """
     target = load_device(device)
     measured = Database(database) if database is not None else None
-    with _no_collector():
+    with no_collector():
         started = time.perf_counter()
         traces = [read_trace(path) for path in trace_files(trace_dir)]
         read = time.perf_counter()
         timelines = replay(traces, target, options=options, database=measured)
         replayed = time.perf_counter()
         return {**describe(traces, timelines, options), "read_s": read - started, "replay_s": replayed - read}
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Without the cycle collector: records make no cycles, and it would walk all of them again and again."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def describe(traces: Sequence[Trace], timelines: Sequence[Timeline], options: Options) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from emulator.cost.intervals import length, union
 from emulator.cost.kernel import Slice, Timeline
 from emulator.layout.plan import module_pattern
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -134,29 +133,15 @@ def rank_times(timeline: Timeline) -> list[RankTime]:
 def _rank_time(rank: int, own: Sequence[Slice], step: float) -> RankTime:
     compute = [(s.start, s.end) for s in own if s.stream == "compute"]
     comm = [(s.start, s.end) for s in own if s.stream == "comm"]
-    busy = _union([*compute, *comm])
-    standing = _union([*busy, *((s.start - s.wait, s.start) for s in own if s.wait > 0)])
-    of_compute, of_comm, of_busy = _length(_union(compute)), _length(_union(comm)), _length(busy)
+    busy = union([*compute, *comm])
+    standing = union([*busy, *((s.start - s.wait, s.start) for s in own if s.wait > 0)])
+    of_compute, of_comm, of_busy = length(union(compute)), length(union(comm)), length(busy)
     gaps = [b[0] - a[1] for a, b in zip([(0.0, 0.0), *standing], [*standing, (step, step)])]
     overlapped = max(of_compute + of_comm - of_busy, 0.0)  # rounding alone may take it below
     return RankTime(
         rank=rank, compute=of_compute, comm=of_comm, overlapped=overlapped,
-        wait=_length(standing) - of_busy, idle=sum(gaps),
+        wait=length(standing) - of_busy, idle=sum(gaps),
     )  # fmt: skip
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def skew(timeline: Timeline) -> dict[str, Any]:

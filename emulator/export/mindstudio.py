@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from emulator.cost.intervals import length, overlap, union
 from emulator.cost.kernel import Kernel, Slice
 from emulator.errors import UsageError
 from emulator.export.communication import Call, calls_of, communication, communication_matrix
-from emulator.export.intervals import length, overlap, union
 from emulator.export.kernel_tensors import kernel_tensors
 from emulator.export.run import Run
 from emulator.export.slice_args import group_name, kernel_names, micros

@@ -1,8 +1,6 @@
 """What the exporters read: the traces of one run as timelines, replayed on a device or as the emulation itself ran."""
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -122,15 +120,3 @@ def load_run(folder: Path, target: Target | None = None) -> Run:
 def load_traces(folder: Path) -> list[Trace]:
     """All traces of a folder, in rank order."""
     return [read_trace(path) for path in trace_files(folder)]
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Without the cycle collector: records and events make no cycles, and it would walk all of them again and again."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()

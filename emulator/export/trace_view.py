@@ -6,8 +6,8 @@ Processes and track names: those that torch_npu's profiler writes (Ascend Hardwa
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from emulator.cost.intervals import Interval, overlap, union, without
 from emulator.export.communication import Call
-from emulator.export.intervals import Interval, overlap, union, without
 from emulator.export.run import Run
 from emulator.export.slice_args import kernel_args, kernel_names, micros, slice_args
 

@@ -20,8 +20,10 @@ boundary: seq, node, module, port (input, output, output1), value (token, rows o
 layout, window: a value crossing a module's edge.
 """
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,6 +62,19 @@ class TraceWriter:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Without the cycle collector, for work on many records: they make no cycles, and it would walk all of them again
+    and again."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def fresh_folder(folder: Path) -> Path:
