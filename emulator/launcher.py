@@ -129,7 +129,7 @@ def _map(prepared: Prepared, folder: Path) -> None:
         part.tolerance = Tolerance(**json.loads((folder / f"tolerance{number}.json").read_text()))
     for dp, part in enumerate(prepared.schedule[0]):
         assert part.batch is not None
-        caches, layers = map_shared(folder / f"caches{dp}"), range(prepared.config.num_hidden_layers)
+        caches, layers = map_shared(folder / f"caches{dp}"), range(len(part.batch.latent_caches))
         latent, index = ([caches[f"{kind}.{n}"] for n in layers] for kind in ("latent", "index"))
         part.batch = replace(part.batch, latent_caches=latent, index_caches=index)
 

@@ -60,6 +60,7 @@ class Scenario(BaseModel):
     attention: what attention multiplies, apart from quant: the dtype, or (dense MLA only) int8 codes.
     mode: real tensors, or shapes only. passes: FX passes over the rank graph, in order. contract: in place of the
     plan's; with passes, the only one that is checked. fault: one of faults/catalogue, injected on purpose.
+    mtp: with the model's multi-token-prediction layer behind it.
     latent_norm_eps: hf (1e-6 always) or config (as engines do). device: profile (profiles/devices) that the run's
     traces are priced on.
     """
@@ -85,6 +86,7 @@ class Scenario(BaseModel):
     weights: str = "seed"
     quant: str = "none"
     attention: Literal["float", "int8"] = "float"
+    mtp: bool = False
     latent_norm_eps: Literal["hf", "config"] = "hf"
     device: str | None = None
     timeout: float = Field(default=60.0, gt=0)
@@ -117,7 +119,7 @@ class Scenario(BaseModel):
 
     def options(self) -> ProgramOptions:
         eps = HF_LATENT_NORM_EPS if self.latent_norm_eps == "hf" else None
-        return ProgramOptions(latent_norm_eps=eps, quant=self.quant, attention=self.attention)
+        return ProgramOptions(latent_norm_eps=eps, quant=self.quant, attention=self.attention, mtp=self.mtp)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -33,7 +33,6 @@ LATER = {
     "dcp-cache-written-with-replicated-slots": "needs a dcp axis",
     "decode-slots-compacted-with-equal-query-lengths": "needs a pcp axis",
     "pipeline-boundary-leaks-shard-or-pad": "needs pipeline stages",
-    "draft-inputs-split-unlike-target": "needs a draft layer",
     "pipeline-buffers-sized-for-full-rows": "needs pipeline stages",
     "replicated-wq-b-exceeds-matmul-limit": "needs DeepSeek V4, whose wq_b reaches the limit",
 }

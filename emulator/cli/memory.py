@@ -117,7 +117,7 @@ def settings_of(
         config=config, plan=plan_for(scenario.plan, scenario.variants, phase), mesh=scenario.mesh(config),
         scheme=load_scheme(chosen["quant"]), rules=load_accounting(chosen["rules"]),
         names=(chosen["quant"], chosen["rules"]), dtype=scenario.torch_dtype, rank=rank,
-        mtp_layers=max(1, sizes.get("num_nextn_predict_layers", 0)) if mtp else 0, nz=nz,
+        mtp_layers=max(1, sizes.get("num_nextn_predict_layers", 0)) if mtp or scenario.mtp else 0, nz=nz,
         description=read_description(Path(path)) if path else None, sizes=sizes,
     )  # fmt: skip
 

@@ -54,6 +54,7 @@ def run(
         str | None,
         typer.Option(help="What attention multiplies, whatever --quant: float (the dtype), or int8 (dense MLA only)."),
     ] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Run the multi-token-prediction layer behind the model.")] = False,
     latent_norm_eps: Annotated[
         str | None, typer.Option(help="eps of the latent norms: hf (1e-6 always) or config (as engines do).")
     ] = None,
@@ -79,7 +80,7 @@ def run(
             "mode": mode, "dtype": dtype, "variants": variants(variant), "seed": seed, "weights": weights,
             "timeout": timeout, "passes": graph_pass or None, "contract": contract,
             "static_check": False if no_static_check else None, "latent_norm_eps": latent_norm_eps, "device": device,
-            "quant": quant, "attention": attention,
+            "quant": quant, "attention": attention, "mtp": mtp or None,
         }  # fmt: skip
         given["parallel"] = {k: v for k, v in given["parallel"].items() if v is not None}
         if launcher.under_torchrun():

@@ -66,9 +66,10 @@ class Fault:
     """inject: edits the SPMD graph (kind graph), or what one rank holds, is told or does (other kinds).
 
     places: where its first wrong node is. diagnoses: kinds of diagnosis that are right for it. cases: entries of the
-    public bug catalogue that it expresses. layers: fewest layers that show it. plan, variants: where it applies.
-    ep_parts: the expert-parallel group is tp / ep_parts ranks (None: as large as can be). timeout: seconds after which
-    its ranks have stalled (None: the scenario's). no_effect: why it provably changes nothing for some sizes.
+    public bug catalogue that it expresses. layers: fewest layers that show it. plan, variants: where it applies. mtp:
+    whether it is in the multi-token-prediction layer. ep_parts: the expert-parallel group is tp / ep_parts ranks (None:
+    as large as can be). timeout: seconds after which its ranks have stalled (None: the scenario's). no_effect: why it
+    provably changes nothing for some sizes.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Fault:
     layers: int = 1
     plan: str = "dsa_cp"
     variants: Mapping[str, str] = field(default_factory=dict)
+    mtp: bool = False
     ep_parts: int | None = None
     timeout: float | None = None
     no_effect: NoEffect = always

@@ -3,8 +3,9 @@
 import torch
 from torch import fx
 
-from emulator.faults.fault import Case, at, graph_fault, no_padding
+from emulator.faults.fault import Case, Place, at, graph_fault, no_padding
 from emulator.faults.on_graph import GraphEdit
+from emulator.layout.plan import layer_of
 
 
 @graph_fault(
@@ -93,6 +94,20 @@ def local_tokens_into_attention(edit: GraphEdit) -> None:
     edit.without(edit.find("0.self_attn", "all_gather"))
 
 
+# of one token, the joined row of a rank without tokens is one that no hypothesis knows: the statistics are told
+@graph_fault(
+    mtp=True, variants={"embedding": "replicated"}, cases=("draft-inputs-split-unlike-target",),
+    places=(at("embed_tokens"), at("enorm", "rms_norm"), at("hnorm", "rms_norm"), Place("model.layers.*")),
+    diagnoses="not_sliced mixed_tokens unknown",
+)  # fmt: skip
+def draft_embedding_left_full(edit: GraphEdit) -> None:
+    """The draft layer's embeddings are those of all tokens, the hidden states that they are joined with are local."""
+    cut = edit.find(f"{_draft(edit)}.embed_tokens", "slice")
+    source = edit.without(cut)
+    if edit.is_padded:
+        edit.without(source)
+
+
 @graph_fault(places=(at("lm_head", "lm_head", "all_gather"),), diagnoses="not_gathered mixed_tokens")
 def lm_head_on_local_tokens(edit: GraphEdit) -> None:
     """No gather stands before lm_head: each rank's vocabulary shard meets its own tokens, and the shards of different
@@ -178,6 +193,13 @@ def latent_norm_with_config_eps(edit: GraphEdit) -> None:
     """kv_a_layernorm uses the config's rms_norm_eps in place of 1e-6."""
     norm = edit.find("0.self_attn.kv_a_layernorm", "rms_norm")
     norm.args = (*norm.args[:2], edit.find("0.input_layernorm", "rms_norm").args[2])
+
+
+def _draft(edit: GraphEdit) -> int:
+    """Number of the multi-token-prediction layer, the only one with an eh_proj."""
+    [number] = {layer_of(n.meta["module"]) for n in edit.graph.nodes if n.meta["module"].endswith(".eh_proj")}
+    assert number is not None
+    return number
 
 
 def _instead_of_residual(edit: GraphEdit, other: fx.Node) -> None:

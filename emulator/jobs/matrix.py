@@ -82,7 +82,7 @@ def faulty_scenario(fault: Fault, scenario: str, overrides: dict[str, Any]) -> S
     given = {
         **overrides, "fault": fault.name, "static_check": False, "plan": overrides.get("plan") or fault.plan,
         "variants": {**fault.variants, **(overrides.get("variants") or {})},
-        "timeout": overrides.get("timeout") or fault.timeout,
+        "timeout": overrides.get("timeout") or fault.timeout, "mtp": overrides.get("mtp") or fault.mtp,
     }  # fmt: skip
     loaded = load_scenario(scenario, given)
     if fault.ep_parts is None or loaded.parallel.ep is not None:
@@ -97,7 +97,7 @@ def scenario_of(cell: Cell) -> Scenario:
     parallel = Parallel(tp=cell.tp, ep=max(1, cell.tp // fault.ep_parts) if fault.ep_parts else None)
     return Scenario(
         name=cell.fault, model=cell.model, plan=fault.plan, variants=dict(fault.variants), parallel=parallel,
-        tokens=cell.tokens, layers=fault.layers, fault=fault.name, static_check=False,
+        tokens=cell.tokens, layers=fault.layers, mtp=fault.mtp, fault=fault.name, static_check=False,
         timeout=fault.timeout or _TIMEOUT_S, step=[parse_requests(cell.requests)] if cell.requests else [],
     )  # fmt: skip
 

@@ -165,7 +165,7 @@ def _parts(
                 "windows only"
             )
         rank_graph = graphs.of(plan, Tokens(count, mesh.tp, max(rows, 1), order))
-        symbols = symbols_of(config, rank_graph.tokens, mesh.sizes)
+        symbols = symbols_of(config, rank_graph.tokens, mesh.sizes, mtp=scenario.mtp)
         own = tuple(requests)
         parts.append(
             Prepared(scenario, config, mesh, graphs.program, rank_graph, contract, symbols, out_dir, own, number, phase)
@@ -209,8 +209,8 @@ def _calibrated(program: Program, source: Source, scenario: Scenario) -> dict[st
     plain, dtype = float_program(program), scenario.torch_dtype
     weights = _shared(weight_groups(plain, source, dtype))
     workload = build_workload(
-        program.config, [[Request(_CALIBRATION_TOKENS)]], seed=scenario.seed, dp_index=_CALIBRATION_INDEX, dtype=dtype,
-        block_size=program.options.block_size,
+        program.whole_config, [[Request(_CALIBRATION_TOKENS)]], seed=scenario.seed, dp_index=_CALIBRATION_INDEX,
+        dtype=dtype, block_size=program.options.block_size,
     )  # fmt: skip
     return input_ranges(plain, weights, batch_inputs(workload.steps[0]), needs_ranges(program.quantised))
 
@@ -225,7 +225,7 @@ def add_batches(prepared: Prepared) -> None:
     scenario = prepared.scenario
     for dp, parts in enumerate(zip(*prepared.schedule)):
         workload = build_workload(
-            prepared.config, [part.requests for part in parts], seed=scenario.seed, dp_index=dp,
+            prepared.program.whole_config, [part.requests for part in parts], seed=scenario.seed, dp_index=dp,
             dtype=scenario.torch_dtype, block_size=prepared.program.options.block_size,
         )  # fmt: skip
         for part, batch in zip(parts, workload.steps):

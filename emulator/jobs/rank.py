@@ -184,7 +184,7 @@ def run_shapes(part: Prepared, rank: int, common: dict[str, Any]) -> None:
 
 def build_batch_shapes(part: Prepared) -> dict[str, Any]:
     """Graph inputs of the part's requests under the current fake mode."""
-    config, block = part.config, part.program.options.block_size
+    config, block = part.program.whole_config, part.program.options.block_size
     requests = [r for r in part.requests if r.query]
     tokens, dtype = sum(r.query for r in requests), part.scenario.torch_dtype
     blocks = [-(-(r.query + r.context) // block) for r in requests]
@@ -195,6 +195,7 @@ def build_batch_shapes(part: Prepared) -> dict[str, Any]:
     lens = torch.empty(len(requests), dtype=torch.int64)
     return {
         "input_ids": ids,
+        "next_ids": ids.clone(),
         "positions": ids.clone(),
         "slots": ids.clone(),
         "token_mask": torch.empty(tokens, dtype=torch.bool),

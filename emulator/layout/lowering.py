@@ -26,6 +26,7 @@ from emulator.ops.registry import LOCAL, PARTIAL, Owned, R, op_name
 
 INPUT_KINDS: dict[str, Kind] = {
     "input_ids": "token",
+    "next_ids": "token",
     "positions": "token",
     "slots": "token",
     "token_mask": "token",
@@ -67,8 +68,9 @@ class _Lowering(ExpertMoves):
             elif node.op == "call_function":
                 self._call(node)
             else:
-                value = self._fetch(node.args[0], "")
-                self.out.graph.output(value.node).meta.update(module="", layout=value.layout, origin=None)
+                values = map_aggregate(node.args[0], lambda a: self._fetch(a, "") if isinstance(a, fx.Node) else a)
+                output = self.out.graph.output(map_aggregate(values, lambda v: v.node))
+                output.meta.update(module="", layout=output.all_input_nodes[0].meta["layout"], origin=None)
         if self.uneven:
             found = "; ".join(f"{what} of {name}" for what, name in self.uneven.items())
             raise UsageError(f"plan {self.plan.name} splits weights that do not divide: {found}")

@@ -119,10 +119,12 @@ class Plan:
                 raise UsageError(f"plan {self.name}: {pattern} starts before {start!r}, which is no module")
 
 
-# modules that only some layers or models have: a cut model may lack them, and the row is right all the same
+# modules that only some layers or models have: a cut model may lack them, and the row is right all the same. The first
+# are those of a multi-token-prediction layer
 OPTIONAL_MODULES = frozenset(
     f"model.layers.*.{name}"
     for name in (
+        *("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"),
         *(f"mlp.{m}" for m in ("gate_proj", "up_proj", "down_proj", "gate", "topk", "experts", "shared_experts")),
         *(f"mlp.experts.{m}" for m in ("dispatch", "gate_up_proj", "down_proj", "combine")),
         *(f"mlp.shared_experts.{m}" for m in ("gate_proj", "up_proj", "down_proj")),

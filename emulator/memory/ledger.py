@@ -126,9 +126,7 @@ class _Builder:
         return Unit(*(tuple(t for t in part if t.category in self.s.rules.counts) for part in parts))
 
     def _layout(self, name: str, parameter: torch.Tensor) -> Layout:
-        module = name.rpartition(".")[0]
-        row = self.parameters.like.get(module, module)
-        return weight_layout(name, parameter, self.s.plan, self.s.mesh.sizes, row)
+        return weight_layout(name, parameter, self.s.plan, self.s.mesh.sizes)
 
     def _unit(self, name: str, parameter: torch.Tensor) -> Unit:
         """The tensors of one parameter: itself, or what its quantisation type makes of it."""

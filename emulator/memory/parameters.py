@@ -5,93 +5,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from emulator.errors import UsageError
 from emulator.layout.placement import Layout, placement_word
 from emulator.layout.plan import Plan
 from emulator.model.config import ModelConfig
-from emulator.model.decoder import DecoderLayer
-from emulator.model.layers import Linear, ProgramOptions, RMSNorm
-from emulator.model.program import CausalLM, Embedding, LMHead
+from emulator.model.layers import ProgramOptions
+from emulator.model.mtp import MTPLayer
+from emulator.model.program import CausalLM
 from emulator.ops.registry import PARTIAL, Owned, R, Shard
 from emulator.runtime.mesh import Mesh
-
-# an MTP layer's own modules (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2; names of its checkpoint) ->
-# the module of the model whose row in the plan they share
-_MTP_LIKE = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head", "shared_head.norm": "model.norm"}
 
 
 @dataclass(frozen=True)
 class Parameters:
     """weights: name -> meta tensor of whole shape, in order of the model. mtp: names in MTP layers. modules: all module
-    names of the Program. like: module -> the module whose row in the plan applies, where it is not its own."""
+    names of the Program, without those of MTP layers."""
 
     weights: Mapping[str, Tensor]
     mtp: frozenset[str]
     modules: tuple[str, ...]
-    like: Mapping[str, str]
-
-
-class SharedHead(nn.Module):
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = LMHead(config.hidden_size, config.vocab_size)
-
-
-class MTPLayer(DecoderLayer):
-    """A decoder layer behind its own embedding, two norms and the projection that joins token and hidden state."""
-
-    def __init__(self, config: ModelConfig, layer: int, options: ProgramOptions):
-        super().__init__(config, layer, options)
-        hidden = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, hidden)
-        self.enorm, self.hnorm = RMSNorm(hidden, config.rms_norm_eps), RMSNorm(hidden, config.rms_norm_eps)
-        self.eh_proj = Linear(2 * hidden, hidden)
-        self.shared_head = SharedHead(config)
 
 
 def parameters_of(config: ModelConfig, mtp_layers: int = 0) -> Parameters:
-    """The model's parameters on the meta device, and those of `mtp_layers` further layers. Where the config lists its
-    layers' kinds, these are MoE layers with an indexer of their own."""
+    """The model's parameters on the meta device, and those of `mtp_layers` further layers."""
     model = CausalLM(config, ProgramOptions())
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    first, like, mtp = config.num_hidden_layers, {}, set()
-    longer = _longer(config, mtp_layers)
+    first, mtp = config.num_hidden_layers, set()
+    longer = config.with_mtp_layers(mtp_layers)
     for layer in range(first, first + mtp_layers):
         prefix = f"model.layers.{layer}"
-        like.update({f"{prefix}.{name}": module for name, module in _MTP_LIKE.items()})
         for name, parameter in MTPLayer(longer, layer, ProgramOptions()).named_parameters():
             weights[f"{prefix}.{name}"] = parameter
             mtp.add(f"{prefix}.{name}")
     modules = tuple(name for name, _ in model.named_modules() if name)
-    return Parameters(weights, frozenset(mtp), modules, like)
+    return Parameters(weights, frozenset(mtp), modules)
 
 
-def _longer(config: ModelConfig, added: int) -> ModelConfig:
-    """The config with `added` layers, where it lists its layers' kinds."""
-    update: dict[str, object] = {"num_hidden_layers": config.num_hidden_layers + added}
-    if config.mlp_layer_types is not None:
-        update["mlp_layer_types"] = config.mlp_layer_types[: config.num_hidden_layers] + ("sparse",) * added
-    if config.indexer_types is not None:
-        update["indexer_types"] = config.indexer_types[: config.num_hidden_layers] + ("full",) * added
-    if config.index_topk_pattern is not None:
-        pattern = tuple(config.index_topk_pattern)[: config.num_hidden_layers]
-        update["index_topk_pattern"] = tuple("full" if p in ("F", "full") else "shared" for p in pattern) + (
-            ("full",) * added
-        )
-    return config.model_copy(update=update)
-
-
-def weight_layout(name: str, parameter: Tensor, plan: Plan, sizes: Mapping[str, int], row: str) -> Layout:
+def weight_layout(name: str, parameter: Tensor, plan: Plan, sizes: Mapping[str, int]) -> Layout:
     """Where a plan puts a parameter, as lowering does: a bias is split with the out-features, or partial where the
-    product is. A layer-sharded one is on the tp rank of its layer. row: the module whose row in the plan applies.
+    product is. A layer-sharded one is on the tp rank of its layer.
 
     Raises UsageError for a split that does not divide."""
-    placements = plan.weight_of(row)
+    module = name.rpartition(".")[0]
+    placements = plan.weight_of(module)
     if name.endswith(".bias"):
-        share = R if plan.gathers_weight(row) else PARTIAL
+        share = R if plan.gathers_weight(module) else PARTIAL
         placements = {a: share if p == Shard(1) else R if isinstance(p, Owned) else p for a, p in placements.items()}
     for axis, placement in placements.items():
         if not isinstance(placement, Shard):

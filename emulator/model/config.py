@@ -181,6 +181,21 @@ class ModelConfig(BaseModel):
         cut = ("dense",) * num_dense + ("sparse",) * (num_layers - num_dense)
         return self.model_copy(update={"num_hidden_layers": num_layers, "mlp_layer_types": cut})
 
+    def with_mtp_layers(self, added: int) -> "ModelConfig":
+        """The same model with `added` multi-token-prediction layers after its own: MoE layers, with an indexer of their
+        own where the model has indexers."""
+        if not added:
+            return self
+        layers = range(self.num_hidden_layers)
+        update: dict[str, Any] = {
+            "num_hidden_layers": self.num_hidden_layers + added,
+            "mlp_layer_types": tuple("sparse" if self.is_moe(i) else "dense" for i in layers) + ("sparse",) * added,
+        }
+        if has_dsa_structure(self):
+            own = tuple("full" if self.has_indexer(i) else "shared" for i in layers)
+            update["indexer_types"] = own + ("full",) * added
+        return self.model_copy(update=update)
+
     def with_sizes(self, sizes: Mapping[str, int]) -> "ModelConfig":
         """The same structure with other sizes. UsageError for a field that is no size, or sizes that do not fit."""
         for name, value in sizes.items():

@@ -22,7 +22,8 @@ class Batch:
 
     input_ids, positions, slots: int64 [T]; token_mask: bool [T]; query_lens, kv_lens: int64 [requests], kv_lens
     counting the request's own queries; block_table: int64 [requests, blocks]; latent_caches: per layer [S, R+r];
-    index_caches: per layer [S, d].
+    index_caches: per layer [S, d]. next_ids: int64 [T], the token after each of input_ids in its request; only the
+    multi-token-prediction layer reads them.
     """
 
     input_ids: Any
@@ -34,18 +35,21 @@ class Batch:
     block_table: Any
     latent_caches: Any
     index_caches: Any
+    next_ids: Any = None
 
 
 @dataclass(frozen=True)
 class ProgramOptions:
     """latent_norm_eps: eps of q_a/kv_a_layernorm, None = the config's (engines), default HF's fixed 1e-6.
     block_size: slots per block of the paged caches. quant: scheme of the weights (profiles/quant). attention: what
-    attention multiplies, whatever the weights are: the run's dtype, or (dense MLA only) int8 codes."""
+    attention multiplies, whatever the weights are: the run's dtype, or (dense MLA only) int8 codes. mtp: whether the
+    model's multi-token-prediction layer runs behind it."""
 
     latent_norm_eps: float | None = HF_LATENT_NORM_EPS
     block_size: int = 16
     quant: str = "none"
     attention: Literal["float", "int8"] = "float"
+    mtp: bool = False
 
 
 def parameter(*shape: int, unit: int = 1) -> nn.Parameter:
@@ -71,6 +75,22 @@ class Linear(nn.Module):
     def quantised(self) -> list[Tensor]:
         """The tensors beside a quantised weight, in the op's order; none of a float one."""
         return [getattr(self, name) for name in QUANTISED if name in self._parameters]
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab: int, hidden: int):
+        super().__init__()
+        self.weight = parameter(vocab, hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self.weight)
+
+
+class LMHead(Linear):
+    quantisable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.lm_head(x, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -4,33 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from emulator.errors import UsageError
 from emulator.model.config import ModelConfig
 from emulator.model.decoder import DecoderLayer
-from emulator.model.layers import Batch, FinalNorm, Linear, ProgramOptions, parameter
+from emulator.model.layers import Batch, Embedding, FinalNorm, LMHead, ProgramOptions, parameter
+from emulator.model.mtp import MTPLayer
 from emulator.model.quantised import QuantisedModule, quantise_modules
 from emulator.model.structure import has_dsa_structure
 
 BATCH_INPUTS = tuple(f.name for f in fields(Batch))
-
-
-class Embedding(nn.Module):
-    def __init__(self, vocab: int, hidden: int):
-        super().__init__()
-        self.weight = parameter(vocab, hidden)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.ops.emulator.embedding(ids, self.weight)
-
-
-class LMHead(Linear):
-    quantisable = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.emulator.lm_head(x, self.weight)
 
 
 class RotaryEmbedding(nn.Module):
@@ -47,11 +31,14 @@ class Backbone(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
         self.layers = nn.ModuleList(DecoderLayer(config, i, options) for i in range(config.num_hidden_layers))
+        self.num_layers = config.num_hidden_layers
+        if options.mtp:
+            self.layers.append(MTPLayer(config.with_mtp_layers(1), config.num_hidden_layers, options))
         self.norm = FinalNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
         x, residual, ids = self.embed_tokens(batch.input_ids), None, None
-        for layer in self.layers:
+        for layer in self.layers[: self.num_layers]:
             x, residual, ids = layer(x, residual, ids, self.rotary_emb.inv_freq, batch)
         return self.norm(x, residual)
 
@@ -73,6 +60,25 @@ class CausalLM(nn.Module):
         return self.lm_head(self.model(batch))
 
 
+class CausalLMWithMTP(CausalLM):
+    """The same, and the multi-token-prediction layer behind it: (logits of the next token, of the one after it).
+
+    The layer's inputs are the hidden states that lm_head gets, behind the final norm, and next_ids [T], each token's
+    successor in its request."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids, positions, slots, token_mask, query_lens, kv_lens, block_table, latent_caches, index_caches,
+        next_ids,
+    ):  # fmt: skip
+        batch = Batch(
+            input_ids, positions, slots, token_mask, query_lens, kv_lens, block_table, latent_caches, index_caches,
+            next_ids,
+        )  # fmt: skip
+        hidden = self.model(batch)
+        logits = self.lm_head(hidden)
+        return logits, self.model.layers[-1](hidden, self.model.rotary_emb.inv_freq, batch)
+
+
 @dataclass(frozen=True)
 class Program:
     """graph: nodes carry meta["module"], the qualified module name; parameters: name -> shape (meta tensors).
@@ -84,6 +90,11 @@ class Program:
     parameters: dict[str, Tensor]
     modules: tuple[str, ...]
     quantised: Mapping[str, QuantisedModule] = field(default_factory=dict)
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """The config with the MTP layer, if there is one, among its layers: each has caches."""
+        return self.config.with_mtp_layers(int(self.options.mtp))
 
 
 class _ModuleTracer(fx.Tracer):
@@ -135,7 +146,7 @@ def build_program(config: ModelConfig, options: ProgramOptions | None = None) ->
         raise UsageError(
             f"attention {options.attention}: sparse attention takes float inputs, only dense MLA has int8 ones"
         )
-    root = CausalLM(config, options)
+    root = CausalLMWithMTP(config, options) if options.mtp else CausalLM(config, options)
     quantised = quantise_modules(root, options.quant)
     graph = _ModuleTracer(root).trace(root)
     names = tuple(name for name, _ in root.named_modules() if name)

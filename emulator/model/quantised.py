@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emulator.errors import UsageError
+from emulator.model.mtp import MTPLayer
 from emulator.model.quantisation import FLOAT, classify, load_scheme, load_type
 from emulator.ops.quantised import CODE_MAX, pack_int4
 
@@ -31,7 +32,9 @@ def quantise_modules(root: nn.Module, scheme_name: str) -> dict[str, QuantisedMo
     scheme = load_scheme(scheme_name)
     modules = {name: m for name, m in root.named_modules() if "weight" in m._parameters}
     made = {}
-    for name, chosen in classify(scheme, scheme_name, modules).items():
+    layers = [f"{name}." for name, module in root.named_modules() if isinstance(module, MTPLayer)]
+    mtp = [name for name in modules if name.startswith(tuple(layers))]
+    for name, chosen in classify(scheme, scheme_name, [m for m in modules if m not in mtp], mtp).items():
         if chosen.type == FLOAT:
             continue
         module = modules[name]

@@ -16,7 +16,8 @@ Step = Sequence[Request]  # one dp rank's requests; request i of every step is t
 
 @dataclass
 class _Sequence:
-    """A prompt and what follows: length tokens in the end, of which `context` were in the caches beforehand."""
+    """A prompt and what follows: length tokens in the end, of which `context` were in the caches beforehand. ids: of
+    these, and of the one after them."""
 
     context: int
     length: int
@@ -73,7 +74,8 @@ def _sequences(
     dealt = torch.randperm(sum(counts), generator=_generator(seed, dp_index, -1))
     made, used = [], 0
     for i, (context, length, count) in enumerate(zip(contexts, lengths, counts)):
-        ids = torch.randint(config.vocab_size, (length,), generator=_generator(seed, dp_index, i))
+        generator = _generator(seed, dp_index, i)
+        ids = torch.cat([torch.randint(config.vocab_size, (n,), generator=generator) for n in (length, 1)])
         made.append(_Sequence(context, length, ids, dealt[used : used + count]))
         used += count
     return made
@@ -106,6 +108,7 @@ def _batch(
         block_table=table,
         latent_caches=latent,
         index_caches=index,
+        next_ids=_joined(s.ids[r.context + 1 : r.context + r.query + 1] for s, r in active),
     )
 
 

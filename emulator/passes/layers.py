@@ -95,10 +95,12 @@ def _places(graph: fx.Graph) -> dict[fx.Node, int | None]:
     """Node -> layer number, _BEFORE, or None for what comes after the layers; in graph order.
 
     A node stands in the layer of its module, but never before its operands, nor before an earlier node that
-    communicates or writes if it does so itself.
+    communicates or writes if it does so itself. A multi-token-prediction layer, which has an eh_proj, comes after them.
     """
     nodes = list(graph.nodes)
     own = {node: layer_of(node.meta.get("module", "")) for node in nodes}
+    mtp = {own[node] for node in nodes if node.meta.get("module", "").endswith(".eh_proj")}
+    own = {node: None if number in mtp else number for node, number in own.items()}
     last = max((i for i, node in enumerate(nodes) if own[node] is not None), default=-1)
     place: dict[fx.Node, int | None] = {}
     floor: int | None = _BEFORE

@@ -76,7 +76,7 @@ class Executor:
         for node in self.rank_graph.graph.nodes:
             self.node = node
             if node.op == "output":
-                result = self.env[node.args[0]]
+                result = fx.map_arg(node.args[0], self.env.__getitem__)
             elif node.op == "placeholder":
                 self.env[node] = self.inputs[node.target]
             elif node.op == "get_attr":

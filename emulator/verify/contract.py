@@ -21,8 +21,11 @@ from emulator.model.config import ModelConfig
 from emulator.trace.record import steps_of
 from emulator.trace.summary import COUNTED
 
-# later: all but the first; indexer: with an indexer of its own; shared: with the ids of an earlier one
-Scope = Literal["model", "layer", "later_layer", "dense_layer", "moe_layer", "indexer_layer", "shared_layer"]
+# later: all but the first; mtp: multi-token prediction, also a layer, a moe_layer and, with an indexer, an
+# indexer_layer; indexer: with an indexer of its own; shared: with the ids of an earlier one
+Scope = Literal[
+    "model", "layer", "later_layer", "dense_layer", "moe_layer", "indexer_layer", "shared_layer", "mtp_layer"
+]
 Dim = int | str
 
 
@@ -87,12 +90,13 @@ def load_contract(name: str) -> Contract:
         raise UsageError(f"contract {path}: {first_problem(error)}") from None
 
 
-def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) -> dict[str, int]:
+def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int], *, mtp: bool = False) -> dict[str, int]:
     """Values of the symbols that contracts may use. One tp rank cuts nothing, so there n and P are the real tokens; g,
-    the rows that each rank brings to an ep group, are padded all the same."""
+    the rows that each rank brings to an ep group, are padded all the same. mtp: with a multi-token-prediction layer."""
     padded, per = (tokens.padded, tokens.per) if sizes["tp"] > 1 else (tokens.real, tokens.real)
-    kinds = [config.is_moe(i) for i in range(config.num_hidden_layers)]
-    indexed = sum(config.has_indexer(i) for i in range(config.num_hidden_layers))
+    whole = config.with_mtp_layers(int(mtp))
+    kinds = [whole.is_moe(i) for i in range(whole.num_hidden_layers)]
+    indexed = sum(whole.has_indexer(i) for i in range(whole.num_hidden_layers))
     return {
         "T": tokens.real, "P": padded, "n": per, "g": tokens.per, "tp": sizes["tp"], "ep": sizes["ep"],
         "H": config.hidden_size, "N": config.num_attention_heads, "v": config.v_head_dim, "qk": config.qk_head_dim,
@@ -100,7 +104,8 @@ def symbols_of(config: ModelConfig, tokens: Tokens, sizes: Mapping[str, int]) ->
         "Q": config.q_lora_rank, "R": config.kv_lora_rank, "r": config.qk_rope_head_dim, "d": config.index_head_dim,
         "K": config.index_topk, "E": config.n_routed_experts, "k": config.num_experts_per_tok,
         "I": config.moe_intermediate_size * config.n_shared_experts, "F": config.intermediate_size,
-        "V": config.vocab_size, "layers": len(kinds), "later_layers": len(kinds) - 1,
+        "V": config.vocab_size, "layers": len(kinds), "later_layers": config.num_hidden_layers - 1,
+        "mtp_layers": int(mtp),
         "dense_layers": kinds.count(False), "moe_layers": kinds.count(True),
         "indexer_layers": indexed, "shared_layers": len(kinds) - indexed if indexed else 0,
     }  # fmt: skip

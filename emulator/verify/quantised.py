@@ -78,7 +78,7 @@ def _is_dynamic(node: fx.Node) -> bool:
 @dataclass
 class QuantisationError:
     """products: quantised products compared; worst: the largest error in bounds, and where it is; logits: the largest
-    difference of the last value to a run with dequantised weights and float activations, in parts of its largest."""
+    difference of the logits to a run with dequantised weights and float activations, in parts of the largest one."""
 
     products: int = 0
     worst: float = 0.0
@@ -110,7 +110,7 @@ def quantisation_error(
             if ratio is not None:
                 error.meet(node.meta["module"], ratio)
 
-    last = next(reversed(program.graph.nodes)).args[0].name  # type: ignore[union-attr]
+    last = program.graph.output_node().all_input_nodes[0].name
     keep = {last} | choices_of(program.graph)
     found = run_reference(program, weights, inputs[0], keep=keep, in_shards=in_shards, observe=observe)
     other = run_reference(

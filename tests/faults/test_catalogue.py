@@ -36,7 +36,7 @@ EXPRESSED = {
     "token_mixing": {"dense-mlp-sums-different-tokens"},
     "residual": {
         "layout-inferred-from-row-count", "layer-boundary-leaves-and-reenters-sp",
-        "double-gather-at-dense-moe-boundary", "residual-chunk-silently-skipped",
+        "double-gather-at-dense-moe-boundary", "residual-chunk-silently-skipped", "draft-inputs-split-unlike-target",
     },
     "padding": {
         "dp-ranks-padded-to-different-lengths", "sp-padding-adds-a-request", "dummy-request-missing-in-kv-lengths",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from emulator.errors import UsageError
+from emulator.job import run
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan
 from emulator.memory.ledger import Ledger
@@ -14,6 +15,7 @@ from emulator.model.program import build_program
 from emulator.model.weights import parameter_dtype
 from emulator.runtime.mesh import Mesh
 from emulator.runtime.rank_weights import local_shard
+from emulator.scenario import load_scenario
 
 GIB = 2**30
 REPLICATED = {"embedding": "replicated"}
@@ -204,6 +206,18 @@ def test_the_emulator_rules_are_what_a_rank_loads(ledger_of, model, plan, phase,
         held[weight] = (tuple(part.shape), str(part.dtype), part.numel() * part.element_size(), str(layout))
     found = {t.name: (t.shape, f"torch.{t.dtype}", t.bytes, t.placement) for t in ledger.tensors}
     assert found == held
+
+
+@pytest.mark.parametrize(("plan", "tp", "embedding"), [("tp", 4, "row"), ("dsa_cp", 2, "replicated")])
+def test_the_emulator_rules_with_an_mtp_layer_are_the_bytes_that_ranks_hold(ledger_of, plan, tp, embedding):
+    given = {"plan": plan, "parallel": {"tp": tp}, "tokens": 3, "mtp": True, "layers": 3, "dtype": "float32"}
+    summary = run(load_scenario("glm-5.1-mini", {**given, "variants": {"embedding": embedding}}))
+    ledger = ledger_of(
+        "glm-5.1-mini", plan, rules="emulator", quant="none", tp=tp, ep=tp, mtp=1, layers=3, dtype=torch.float32,
+        embedding=embedding,
+    )  # fmt: skip
+    assert ledger.by("component")["mtp"] > 0
+    assert {r["memory"]["weight_bytes"] for r in summary["per_rank"]} == {ledger.total_bytes}
 
 
 def test_nz_costs_nothing_where_shapes_are_whole_blocks(ledger_of):

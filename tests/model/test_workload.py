@@ -31,6 +31,16 @@ def test_chunks_of_a_sequence_are_one_sequence():
     assert all(torch.equal(b.block_table, chunked.steps[0].block_table) for b in chunked.steps)
 
 
+def test_every_token_has_its_successor():
+    chunked, longer = _workload([(5,), (2,)], [(3, 5), (1, 2)]), _workload([(9,), (4,)])
+    first, second = longer.steps[0].input_ids.split([9, 4])
+    assert torch.equal(chunked.steps[0].next_ids, torch.cat([first[1:6], second[1:3]]))
+    assert torch.equal(chunked.steps[1].next_ids, torch.cat([first[6:9], second[3:4]]))  # the last: what would follow
+    cached = _workload([(2, 6)])
+    assert cached.prefix is not None
+    assert torch.equal(cached.prefix.next_ids, first[1:7])
+
+
 def test_steps_share_their_caches_and_nobody_owns_the_last_block():
     made = _workload([(5,), (2,)], [(1, 5), (1, 2)])
     first, second = made.steps
