@@ -147,7 +147,7 @@ def _applies(rule: _Rule, variants: Mapping[str, str]) -> bool:
 
 
 def _scope_size(scope: Scope, symbols: Mapping[str, int]) -> int:
-    return 1 if scope == "model" else symbols[f"{scope}s"]
+    return 1 if scope == "model" else symbols.get(f"{scope}s", 0)  # older traces know fewer kinds of layer
 
 
 def _matches(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:

@@ -214,3 +214,14 @@ def gathers_output_1(gm):
         assert words in result.stderr
     assert "still     static check: add_rms_norm2 of model.layers.*.input_layernorm" in result.stdout
     assert (tmp_path / "out" / "shrunk.toml").read_text().count("mine.py:gathers_output_1") == 1
+
+
+def test_mtp_adds_a_layer_with_its_own_embedding_and_head(tmp_path: Path) -> None:
+    args = ["run", "glm-5.1-mini", "--layers", "1", "--tokens", "5", "--mtp", "--json", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0
+    summary = json.loads(result.stdout)
+    heads = [b["shape"] for b in summary["boundaries"] if b["module"].endswith(("lm_head", "shared_head.head"))]
+    assert heads.count([5, 312]) == 2  # logits of the model and of the draft, gathered over the vocabulary
+    gathers = {c["module"] for c in summary["collectives"] if c["op"] == "reduce_scatter" and "embed" in c["module"]}
+    assert gathers == {"model.embed_tokens", "model.layers.*.embed_tokens"}

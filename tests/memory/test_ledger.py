@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from emulator.errors import UsageError
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.layout.lowering import lower
 from emulator.layout.plan import load_plan
 from emulator.memory.ledger import Ledger

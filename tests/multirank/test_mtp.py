@@ -2,7 +2,7 @@
 
 import pytest
 
-from emulator.job import run
+from emulator.jobs.job import run
 from emulator.scenario import load_scenario, parse_requests
 from emulator.trace.record import read_trace, trace_files
 from emulator.verify.contract import Contract, check_folder, load_contract
