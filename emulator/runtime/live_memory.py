@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from emulator.layout.plan import module_pattern
+from emulator.ops.foreign import function_name
 from emulator.ops.registry import op_name
 from emulator.ops.transition import COLLECTIVES
 from emulator.runtime.comm_call import num_bytes
@@ -92,7 +93,7 @@ class LiveMemory:
         return {
             "peak_bytes": self.peak,
             "node": node.name if node else None,
-            "op": op_name(node.target) if node else None,
+            "op": function_name(node) if node else None,
             "module": node.meta["module"] if node else None,
             "by_category": dict(by_category),
             "live": sorted(live, key=lambda e: -e["bytes"])[:_SHOWN],
