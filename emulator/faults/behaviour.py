@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from emulator.faults.fault import Case, at, no_padding, no_row_on_rank_1, rank_fault
+from emulator.faults.fault import Case, all_have_rows, at, no_padding, no_row_on_rank_1, rank_fault
 from emulator.faults.on_rank import Move, RankSite, is_ids
 from emulator.faults.reductions import SHARED
 
@@ -158,11 +158,7 @@ def rank_skips_gather(site: RankSite) -> None:
         _skips(site)
 
 
-def _all_have_rows(case: Case) -> str | None:
-    return "every rank holds a real row" if all(case.num_real(r) for r in range(case.mesh.tp)) else None
-
-
-@rank_fault("behaviour", cases=("empty-query-rank-skips-gather",), places=LEFT, no_effect=_all_have_rows)
+@rank_fault("behaviour", cases=("empty-query-rank-skips-gather",), places=LEFT, no_effect=all_have_rows)
 def empty_query_rank_skips_gather(site: RankSite) -> None:
     """Ranks whose window is all padding return early and miss a gather."""
     start, end = site.window

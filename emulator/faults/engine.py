@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, fx
 
 from emulator.faults.behaviour import Move
-from emulator.faults.fault import Case, at, graph_fault, no_padding, no_row_on_rank_1, rank_fault
+from emulator.faults.fault import Case, all_have_rows, at, graph_fault, no_padding, no_row_on_rank_1, rank_fault
 from emulator.faults.on_graph import GraphEdit
-from emulator.faults.on_rank import RankSite, is_ids
+from emulator.faults.on_rank import RankSite, StandIn, is_ids
 from emulator.faults.reductions import TWICE
 from emulator.faults.transitions import ORDER
 from emulator.ops.registry import op_name
@@ -62,11 +62,17 @@ def gathered_into_a_pool_in_use(site: RankSite) -> None:
     """The pool of whole weights is overwritten by the next layer's gather before this layer has used it."""
     later = site.weights["model.layers.1.self_attn.o_proj.weight"]
 
-    def other(move: Move, x: Tensor, *args) -> Tensor:
-        move(x, *args)
-        return later.clone()
+    site.move(site.find("0.self_attn.o_proj", "all_gather"), _brings(later))
 
-    site.move(site.find("0.self_attn.o_proj", "all_gather"), other)
+
+def _brings(other: Tensor) -> StandIn:
+    """A transition that is made, and whose result is another tensor."""
+
+    def stand_in(move: Move, x: Tensor, *args) -> Tensor:
+        move(x, *args)
+        return other.clone()
+
+    return stand_in
 
 
 @rank_fault(
@@ -76,13 +82,8 @@ def gathered_into_a_pool_in_use(site: RankSite) -> None:
 def broadcast_pairs_with_another_layer(site: RankSite) -> None:
     """Rank 1 skipped a layer, so what it receives for layer 1 is the o_proj of layer 2."""
     later = site.weights["model.layers.2.self_attn.o_proj.weight"]
-
-    def other(move: Move, x: Tensor, *args) -> Tensor:
-        move(x, *args)
-        return later.clone()
-
     if site.rank == 1:
-        site.move(site.find("1.self_attn.o_proj", "broadcast"), other)
+        site.move(site.find("1.self_attn.o_proj", "broadcast"), _brings(later))
 
 
 @rank_fault(
@@ -96,13 +97,9 @@ def rank_skips_a_broadcast(site: RankSite) -> None:
         site.move(site.find("1.self_attn.o_proj", "broadcast"), lambda move, x, *args: later.clone())
 
 
-def _all_have_rows(case: Case) -> str | None:
-    return "every rank holds a real row" if all(case.num_real(r) for r in range(case.mesh.tp)) else None
-
-
 @rank_fault(
     "behaviour", plan=ENGINE, cases=("empty-query-rank-skips-gather",), places=at("self_attn.cache", "all_gather"),
-    timeout=3.0, no_effect=_all_have_rows,
+    timeout=3.0, no_effect=all_have_rows,
 )  # fmt: skip
 def empty_rank_skips_the_kv_gather(site: RankSite) -> None:
     """Ranks that hold only padding have no queries, return early and miss the gather of KV rows."""

@@ -57,6 +57,10 @@ def no_padding(case: Case) -> str | None:
     return None
 
 
+def all_have_rows(case: Case) -> str | None:
+    return "every rank holds a real row" if all(case.num_real(r) for r in range(case.mesh.tp)) else None
+
+
 def no_row_on_rank_1(case: Case) -> str | None:
     return None if case.num_real(1) else "rank 1 holds no real row"
 
